@@ -1,0 +1,779 @@
+"""common.py: what every algorithm here shares and none is about.
+
+    1. flags, random streams, sums over ranks   arg, parse_config, check_config, stream_seed, data_order, all_sum
+    2. the built-in model                       tiny_model
+    3. policy                                   load_model, Policy, completion_states, token_logp
+    4. rollout                                  Rollout, HFEngine, micro_batches
+    5. evaluation                               evaluate, pass_at_1
+    6. run log and checkpoints                  RunLog, save_checkpoint, load_checkpoint, export
+
+Problems, prompts and rewards (load_problems, encode_prompts, math_reward, score) are in tasks.py and passed on here.
+
+Names carry shapes as suffixes: P prompts on this rank, G completions per prompt, B = P*G rows, L token positions of a
+row (prompt + completion), T completion positions, N completion tokens of a batch laid end to end, C a chunk of them,
+D hidden size, V vocabulary.
+"""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser, Qwen2Config,
+                          Qwen2ForCausalLM, Qwen2Tokenizer)
+
+from tasks import (INSTRUCTION, Problem, UserError, arithmetic_problems, encode_prompt, encode_prompts, extract_answer,
+                   load_problems, math_reward, parsable, print0, score, worked_solution)
+
+LOGITS_PER_CHUNK = 2 ** 26      # float32 logits held at a time by token_logp: 256 MB
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+# --- 1. flags, random streams, sums over ranks -----------------------------------------------------------------------
+
+def arg(default, help):
+    """One line of a Config: its default and its help text."""
+    return field(default=default, metadata={"help": help})
+
+
+def parse_config(config_class, tiny, argv=None):
+    """The command line as a config_class: flags win over `tiny`, `tiny` over the published defaults.
+
+    `tiny` (the built-in CPU task) applies to --model tiny, to --dataset arithmetic without a model, and where there is
+    no CUDA device and neither is named. --resume RUN_DIR reads every setting from RUN_DIR/config.json instead.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = HfArgumentParser(config_class, allow_abbrev=False)
+    published = {name: parser.get_default(name) for name in ("model", "dataset")}
+    parser.set_defaults(model=None, dataset=None)
+    named = parser.parse_args(argv)
+    if named.resume:
+        if len(argv) != (1 if "=" in argv[0] else 2):
+            raise UserError("--resume takes every setting from the run's config.json: drop the other flags.")
+        return load_run_config(config_class, named.resume)
+    unnamed = named.model is None and named.dataset is None and not torch.cuda.is_available()
+    arithmetic_only = named.model is None and (named.dataset or "").startswith("arithmetic")
+    use_tiny = unnamed or arithmetic_only or named.model == "tiny"
+    parser.set_defaults(**{**published, **(tiny if use_tiny else {})})
+    if unnamed:
+        print0("No CUDA device, so the built-in task runs: --model tiny --dataset arithmetic. To run the published "
+               f"setting, name it: --model {published['model']} --dataset {published['dataset']}.")
+    return config_class(**vars(parser.parse_args(argv)))
+
+
+def load_run_config(config_class, run_dir):
+    """The Config in RUN_DIR/config.json, with `resume` and `run_dir` set to RUN_DIR."""
+    try:
+        saved = json.loads((Path(run_dir) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--resume {run_dir}: can't read its config.json ({error}): name a run's folder.") from None
+    algorithm = Path(sys.argv[0]).stem
+    if saved.get("algorithm") != algorithm:
+        raise UserError(f"--resume {run_dir}: that is a run of {saved.get('algorithm')}.py, not of {algorithm}.py.")
+    if (Path(run_dir) / "final").exists():
+        print0(f"{run_dir} is finished: there is nothing to resume.")
+        raise SystemExit(0)
+    settings = {f.name: saved[f.name] for f in fields(config_class) if f.name in saved}
+    return config_class(**{**settings, "run_dir": str(run_dir), "resume": str(run_dir)})
+
+
+def check_config(cfg, world_size):
+    """Refuse settings that can't work, before anything is loaded or written. Raises UserError."""
+    for name in ("steps", "prompts_per_step", "updates_per_rollout", "max_prompt_tokens", "max_new_tokens", "lr",
+                 "temperature", "grad_clip", "micro_batch_tokens", "eval_every", "eval_samples", "eval_problems",
+                 "save_every"):
+        if not getattr(cfg, name) > 0:
+            raise UserError(f"--{name} is {getattr(cfg, name)}: it must be above 0.")
+    if cfg.group_size < 2:
+        raise UserError(f"--group_size is {cfg.group_size}: it must be at least 2, since a completion is judged "
+                        "against the others of its prompt.")
+    share = world_size * cfg.updates_per_rollout
+    if cfg.prompts_per_step % share:
+        raise UserError(f"--prompts_per_step {cfg.prompts_per_step} must be a multiple of {share} "
+                        f"({world_size} processes x {cfg.updates_per_rollout} updates per rollout).")
+
+
+def stream_seed(*parts):
+    """A 63-bit seed for the random stream that `parts` name, e.g. (seed, "rollout", step, prompt).
+
+    Every random number of a run comes from a stream with a name, never from a state that moves on. So samples do not
+    depend on how prompts are spread over processes, and a resumed run has no generator to restore.
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def data_order(n_problems, prompts_per_step, step, seed):
+    """The step's problem indices, the same on every rank. Each epoch is a fresh permutation of all problems."""
+    positions = range(step * prompts_per_step, (step + 1) * prompts_per_step)
+    epochs = {}
+    for epoch in {position // n_problems for position in positions}:
+        generator = torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
+        epochs[epoch] = torch.randperm(n_problems, generator=generator).tolist()
+    return [epochs[position // n_problems][position % n_problems] for position in positions]
+
+
+def learning_rate(cfg, step):
+    """The rate at 0-based step `step`: linear warm-up, then constant, linear or cosine decay towards 0."""
+    progress = step / cfg.steps
+    decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
+    return cfg.lr * min(1.0, (step + 1) / max(cfg.warmup_steps, 1)) * decay[cfg.lr_schedule]
+
+
+def all_sum(*values):
+    """Each value summed over all ranks, as a float (float64 on the way)."""
+    totals = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(totals)
+    return totals.tolist()
+
+
+def all_gather(value):
+    """A list of every rank's picklable `value`, in rank order, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# --- 2. the built-in model: small enough to train on a laptop ---------------------------------------------------------
+
+def tiny_tokenizer():
+    """One token a character, and one for the opening of a box. instruction "": the model knows its only task."""
+    vocabulary = ["<pad>", "<eos>", "Ċ", *"0123456789+-=?}"]       # Ċ is how byte-level tokenizers write a newline
+    tokenizer = Qwen2Tokenizer(vocab={text: i for i, text in enumerate(vocabulary)}, merges=[], pad_token="<pad>",
+                               eos_token="<eos>", unk_token=None, instruction="")
+    tokenizer.add_tokens(["\\boxed{"])
+    return tokenizer
+
+
+def tiny_model(steps=700, rows=64, lr=4e-3):
+    """The folder of the built-in model: pre-trained at first use (half a minute on two cores), then cached.
+
+    A Qwen2 of 134k parameters. Its initializer range decides everything: at transformers' default of 0.02 it learns
+    nothing useful in this time. It learns from texts of mixed quality, as the web is: half of them guess the answer
+    outright, half reason line by line and slip now and then. The cache is $RLVR_CACHE, else ~/.cache/rlvr.
+    """
+    cache = Path(os.environ.get("RLVR_CACHE", Path.home() / ".cache" / "rlvr"))
+    folder = cache / f"tiny-v2-{steps}x{rows}"
+    if folder.exists():
+        return str(folder)
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.1, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0}, bos_token_id=None, pad_token_id=0,
+        eos_token_id=tokenizer.eos_token_id))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.03)
+    problems, rng = arithmetic_problems("arithmetic:2-6", "train"), random.Random(0)
+    for _ in tqdm(range(steps), desc="pre-training the built-in model, once", mininterval=1):
+        texts, labels = [], []
+        for problem in rng.choices(problems, k=rows):
+            text = f"\\boxed{{{problem.answer}}}"
+            if rng.random() < 0.5:
+                first, *operations = map(int, re.findall(r"[+-]?\d+", problem.prompt))
+                text = worked_solution(first, operations, rng, slip=0.06)
+            prompt = tokenizer(problem.prompt + "\n").input_ids
+            completion = tokenizer(text).input_ids + [tokenizer.eos_token_id]
+            texts.append(torch.tensor(prompt + completion))
+            labels.append(torch.tensor([-100] * len(prompt) + completion))
+        model(input_ids=pad_sequence(texts, batch_first=True), use_cache=False,
+              labels=pad_sequence(labels, batch_first=True, padding_value=-100)).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    cache.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=cache))
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    try:
+        part.rename(folder)
+    except OSError:     # another run was faster
+        shutil.rmtree(part)
+    return str(folder)
+
+
+# --- 3. policy --------------------------------------------------------------------------------------------------------
+
+def resolve_model(name):
+    """The folder or hub name to load: "tiny" is built at first use, by rank 0 while the others wait."""
+    if name != "tiny":
+        return name
+    if int(os.environ.get("RANK", 0)) == 0:
+        tiny_model()
+    if dist.is_initialized():
+        dist.barrier()
+    return tiny_model()
+
+
+def load_pretrained(auto_class, name, **kwargs):
+    """auto_class.from_pretrained(name). Raises UserError where there is nothing to load."""
+    if not Path(name).exists() and (name.count("/") != 1 or name[0] in "./~"):
+        raise UserError(f"--model {name}: there is no such folder, and names on the hub look like owner/model.")
+    try:
+        return auto_class.from_pretrained(name, **kwargs)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UserError(f"--model {name}: it can't be loaded ({str(error).splitlines()[0]}). Give a folder written by "
+                        "save_pretrained, a name on the Hugging Face hub, or tiny.") from None
+
+
+def load_tokenizer(name):
+    """The tokenizer that belongs to a model."""
+    return load_pretrained(AutoTokenizer, name)
+
+
+def load_model(name, dtype=torch.float32):
+    """A causal LM on the CPU, without dropout, so that two forwards of one text agree."""
+    return load_pretrained(AutoModelForCausalLM, name, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def stop_token_ids(model, tokenizer):
+    """All ids that end a completion: the tokenizer's, the config's and the generation config's often differ."""
+    ids = {tokenizer.eos_token_id}
+    for config in (model.config, model.generation_config):
+        eos = getattr(config, "eos_token_id", None)
+        ids.update(eos if isinstance(eos, list) else [eos])
+    if ids == {None}:
+        raise UserError("The tokenizer has no stop token: set its eos_token, or no completion can ever end.")
+    return sorted(ids - {None})
+
+
+def window(model_config):
+    """How many tokens the model can take in, prompt and completion together; None when it doesn't say."""
+    return getattr(model_config, "max_position_embeddings", None)
+
+
+def check_window(model_config, cfg):
+    """Raises UserError when a prompt and its completion may exceed the model's window."""
+    if cfg.max_prompt_tokens + cfg.max_new_tokens > (window(model_config) or math.inf):
+        raise UserError(f"--max_prompt_tokens {cfg.max_prompt_tokens} + --max_new_tokens {cfg.max_new_tokens} exceed "
+                        f"the model's window of {window(model_config)} tokens: lower one of them.")
+
+
+def make_engine(cfg, model_name, tokenizer, device):
+    """The engine that --engine names, with weights of its own."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    print0(f"engine: Hugging Face, {dtype}")
+    return HFEngine(load_model(model_name, dtype), tokenizer, device, cfg.engine_rows)
+
+
+def completion_states(model, tokens_BL, prompt_len_B, completion_len_B):
+    """The final hidden states that predict the completion tokens, rows laid end to end: all that the head must see.
+
+    Returns hidden_ND, targets_N, row_N, t_N: token t_N of row_N's completion is targets_N. Rows are right-padded and
+    there is no attention mask: causal attention never looks at what comes after.
+    """
+    hidden_BLD = model.base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state
+    t_T = torch.arange(int(completion_len_B.max()), device=tokens_BL.device)
+    row_N, t_N = (t_T < completion_len_B[:, None]).nonzero(as_tuple=True)
+    position_N = prompt_len_B[row_N] + t_N
+    return hidden_BLD[row_N, position_N - 1], tokens_BL[row_N, position_N], row_N, t_N
+
+
+def token_logp(head, hidden_ND, targets_N, temperature=1.0, with_entropy=False):
+    """Log-probability of each target, at `temperature`, over the full vocabulary, in float32: (N,).
+
+    `head` is the output layer, D -> V. It is applied to chunks of tokens whose logits are computed anew in backward, so
+    memory holds one chunk's float32 logits, however many tokens there are. With `with_entropy` returns
+    (logp_N, entropy_N): entropy_N is the entropy of each token's distribution, in nats, with gradient.
+    """
+    def chunk_logp(hidden_CD, targets_C):
+        logp_CV = F.log_softmax(head(hidden_CD).float() / temperature, dim=-1)
+        logp_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
+        return logp_C, -(logp_CV.exp() * logp_CV).sum(-1) if with_entropy else torch.zeros_like(logp_C)
+
+    chunk = max(1, LOGITS_PER_CHUNK // head.weight.shape[0])
+    if len(targets_N) <= chunk:     # one chunk is kept as it is
+        logp_N, entropy_N = chunk_logp(hidden_ND, targets_N)
+    else:
+        parts = [checkpoint(chunk_logp, hidden_CD, targets_C, use_reentrant=False)
+                 for hidden_CD, targets_C in zip(hidden_ND.split(chunk), targets_N.split(chunk))]
+        logp_N, entropy_N = (torch.cat(part) for part in zip(*parts))
+    return (logp_N, entropy_N) if with_entropy else logp_N
+
+
+def lay_out(values_N, row_N, t_N, completion_len_B):
+    """Values of the completion tokens, end to end -> (B, T), 0 on padding."""
+    shape = len(completion_len_B), int(completion_len_B.max())
+    return values_N.new_zeros(shape).index_put((row_N, t_N), values_N)
+
+
+class Policy(nn.Module):
+    """A causal LM whose forward is the log-probability of completions, so that FSDP's hooks fire on what is called."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    @property
+    def layers(self):
+        """The decoder layers: FSDP gathers one at a time."""
+        return next(m for m in self.model.base_model.modules() if isinstance(m, nn.ModuleList))
+
+    def forward(self, tokens_BL, prompt_len_B, completion_len_B, temperature=1.0):
+        """Rows prompt + completion, right-padded -> log-probabilities (B, T) of the completion tokens, 0 on padding."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=tokens_BL.is_cuda):
+            hidden_ND, targets_N, row_N, t_N = completion_states(self.model, tokens_BL, prompt_len_B, completion_len_B)
+            logp_N = token_logp(self.model.get_output_embeddings(), hidden_ND, targets_N, temperature)
+        return lay_out(logp_N, row_N, t_N, completion_len_B)
+
+
+def full(tensor):
+    """The whole of a tensor that FSDP may have sharded: a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def named_weights(module):
+    """(name, whole tensor) of a possibly sharded module, one at a time: every rank must run through all of them."""
+    for name, tensor in module.state_dict().items():
+        yield name, full(tensor)
+
+
+@torch.no_grad()
+def policy_logp(policy, rollout, rows, cfg, device):
+    """The policy's log-probabilities of the given rows, (B, T) on the CPU; other rows and padding hold 0."""
+    logp_BT = torch.zeros_like(rollout.logp_BT)
+    for rows, micro in micro_batches(rollout, rows, cfg, device):
+        micro_BT = policy(micro.tokens_BL, micro.prompt_len_B, micro.completion_len_B, cfg.temperature)
+        logp_BT[rows, :micro_BT.shape[1]] = micro_BT.cpu()
+    return logp_BT
+
+
+# --- 4. rollout -------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Rollout:
+    """Completions as sampled, prompt-major: rows i*n .. i*n+n-1 belong to prompt i."""
+    tokens_BL: torch.Tensor             # prompt + completion ids, right-padded; never re-tokenized text
+    prompt_len_B: torch.Tensor
+    completion_len_B: torch.Tensor      # the stop token included, where there is one
+    logp_BT: torch.Tensor               # of the sampled tokens, as the engine recorded them; 0 on padding
+    finished_B: torch.Tensor            # ended by a stop token; False: cut at max_new_tokens
+    texts: list                         # decoded completions, without special tokens
+
+    @property
+    def mask_BT(self):
+        """1.0 on completion tokens, the stop token included. From lengths: padding may well equal the stop token."""
+        t_T = torch.arange(self.logp_BT.shape[1], device=self.logp_BT.device)
+        return (t_T < self.completion_len_B[:, None]).float()
+
+    def select(self, rows, device="cpu"):
+        """These rows on `device`, cut to the longest of them."""
+        prompt_len_B, completion_len_B = self.prompt_len_B[rows], self.completion_len_B[rows]
+        longest, longest_completion = int((prompt_len_B + completion_len_B).max()), int(completion_len_B.max())
+        tensors = (self.tokens_BL[rows, :longest], prompt_len_B, completion_len_B,
+                   self.logp_BT[rows, :longest_completion], self.finished_B[rows])
+        return Rollout(*(tensor.to(device) for tensor in tensors), [self.texts[row] for row in rows])
+
+
+def pack_rollout(prompts, completion_BT, logp_BT, completion_len_B, stop_ids, tokenizer):
+    """A Rollout from the prompts' ids, (n completions each) and the engine's padded tensors, all on the CPU."""
+    n = len(completion_BT) // len(prompts)
+    completions = [row[:length] for row, length in zip(completion_BT.tolist(), completion_len_B.tolist())]
+    rows = [torch.tensor(prompts[i // n] + completion) for i, completion in enumerate(completions)]
+    prompt_len_B = torch.tensor([len(prompt) for prompt in prompts]).repeat_interleave(n)
+    finished_B = torch.tensor([completion[-1] in stop_ids for completion in completions])
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    logp_BT = logp_BT[:, :int(completion_len_B.max())]
+    return Rollout(pad_sequence(rows, batch_first=True), prompt_len_B, completion_len_B, logp_BT, finished_B, texts)
+
+
+class HFEngine:
+    """Sampling with a Hugging Face model of its own: a decode loop over a KV cache.
+
+    Each prompt is read once for all its completions, and rows leave the batch as they end. Tokens are sampled from the
+    full distribution at `temperature`; the checkpoint's generation_config (top_k, top_p, ...) is not read.
+    """
+
+    def __init__(self, model, tokenizer, device="cpu", rows_at_once=512):
+        self.model, self.tokenizer, self.device, self.rows_at_once = model.to(device), tokenizer, device, rows_at_once
+        self.stop_ids = stop_token_ids(model, tokenizer)
+
+    def load_weights(self, named_tensors):
+        """Copy weights in by name. Raises KeyError on a name that the model lacks or that is missing."""
+        own = self.model.state_dict()
+        for name, tensor in named_tensors:
+            own.pop(name).copy_(tensor)
+        if own:
+            raise KeyError(f"weights missing: {sorted(own)}")
+
+    def sleep(self):
+        """Make room for the update. This engine has nothing to free."""
+
+    def wake(self):
+        """Get ready to generate again."""
+
+    @torch.no_grad()
+    def generate(self, prompts, n, max_new_tokens, temperature=1.0, seed=0):
+        """n completions of each prompt (a list of token ids), prompt-major, as a Rollout on the CPU.
+
+        seed: one integer for the call, or one per prompt. A row's random numbers depend on its prompt's seed alone, not
+        on what else is in the batch. temperature 0 takes the likeliest token (log-probabilities are then at 1).
+        """
+        seeds = seed if isinstance(seed, list) else [stream_seed(seed, i) for i in range(len(prompts))]
+        per_batch = max(1, self.rows_at_once // n)
+        parts = [self.decode(prompts[i:i + per_batch], n, max_new_tokens, temperature, seeds[i:i + per_batch])
+                 for i in range(0, len(prompts), per_batch)]
+        completion_BT, logp_BT, completion_len_B = (torch.cat(part).cpu() for part in zip(*parts))
+        return pack_rollout(prompts, completion_BT, logp_BT, completion_len_B, self.stop_ids, self.tokenizer)
+
+    def decode(self, prompts, n, max_new_tokens, temperature, seeds):
+        """One batch of `generate`: completion_BT, logp_BT (both padded with 0 to max_new_tokens), completion_len_B."""
+        shape = len(prompts) * n, max_new_tokens
+        uniform_BT = torch.cat([torch.rand(n, max_new_tokens, dtype=torch.float64,
+                                           generator=torch.Generator().manual_seed(s)) for s in seeds]).to(self.device)
+        completion_BT = torch.zeros(shape, dtype=torch.long, device=self.device)
+        logp_BT = torch.zeros(shape, device=self.device)
+        completion_len_B = torch.full(shape[:1], max_new_tokens, device=self.device)
+        stop_ids = torch.tensor(self.stop_ids, device=self.device)
+        rows = torch.arange(shape[0], device=self.device)       # the rows still in the batch
+
+        # Prompts are padded on the left, so that the next position of every row is the last one.
+        texts = [torch.tensor(prompt, device=self.device) for prompt in prompts]
+        tokens = pad_sequence(texts, batch_first=True, padding_side="left")
+        seen = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True, padding_side="left")
+        cache = DynamicCache(config=self.model.config)
+        logits = self.next_logits(tokens, seen, cache).repeat_interleave(n, dim=0)
+        cache.batch_repeat_interleave(n)
+        seen = seen.repeat_interleave(n, dim=0)
+        for t in range(max_new_tokens):
+            logp_BV = F.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+            if temperature == 0:
+                token_B = logp_BV.argmax(-1)
+            else:   # the first token at which the cumulative probability exceeds the row's uniform number
+                cdf_BV = logp_BV.double().exp().cumsum(-1)
+                token_B = torch.searchsorted(cdf_BV, uniform_BT[rows, t, None] * cdf_BV[:, -1:], right=True)[:, 0]
+            completion_BT[rows, t] = token_B
+            logp_BT[rows, t] = logp_BV.gather(1, token_B[:, None])[:, 0]
+            ended = torch.isin(token_B, stop_ids)
+            if ended.any():
+                completion_len_B[rows[ended]] = t + 1
+                kept = (~ended).nonzero()[:, 0]
+                rows, token_B, seen = rows[kept], token_B[kept], seen[kept]
+                cache.batch_select_indices(kept)
+            if len(rows) == 0 or t + 1 == max_new_tokens:
+                break
+            seen = F.pad(seen, (0, 1), value=1)
+            logits = self.next_logits(token_B[:, None], seen, cache)
+        return completion_BT, logp_BT, completion_len_B
+
+    def next_logits(self, tokens, seen, cache):
+        """Logits (B, V) after `tokens`; `seen` is 1 on every position so far that is no padding."""
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1]:]
+        return self.model(input_ids=tokens, attention_mask=seen, position_ids=positions, past_key_values=cache,
+                          use_cache=True, logits_to_keep=1).logits[:, -1]
+
+
+def micro_batches(rollout, rows, cfg, device):
+    """The given rows (a tensor of row numbers) in micro-batches of similar length: yields (rows, Rollout on `device`).
+
+    A micro-batch is one row, or more within cfg.micro_batch_tokens, padding included. Each forward and backward is a
+    collective, so every rank gets the same number, at least one: one that runs out repeats row 0 with length 0.
+    """
+    lengths = (rollout.prompt_len_B + rollout.completion_len_B).tolist()
+    batches = []
+    for row in sorted(rows.tolist(), key=lambda row: -lengths[row]):     # longest first: what is too large fails early
+        if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > cfg.micro_batch_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    most = max(1, *all_gather(len(batches)))
+    for batch in batches:
+        yield batch, rollout.select(batch, device)
+    for _ in range(most - len(batches)):
+        filler = rollout.select([0], device)
+        filler.completion_len_B, filler.logp_BT = filler.completion_len_B * 0, filler.logp_BT[:, :0]
+        yield [0], filler
+
+
+class Clock:
+    """Seconds of each phase of a step."""
+
+    def __init__(self):
+        self.seconds, self.last = {}, time.perf_counter()
+
+    def lap(self, name):
+        """Book the time since the last lap under `name`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[name], self.last = now - self.last, now
+
+
+def rollout_metrics(rollout, rewards_PG, clock):
+    """What every file logs of a rollout, over all ranks; the seconds are this rank's."""
+    rows = rewards_PG.numel()
+    unanswered = sum(extract_answer(text) is None for text in rollout.texts)
+    equal = (rewards_PG == rewards_PG[:, :1]).all(1).sum()
+    reward, tokens, cut, no_signal, no_answer, nats, rows, groups = all_sum(
+        rewards_PG.sum(), rollout.completion_len_B.sum(), (~rollout.finished_B).sum(), equal, unanswered,
+        -rollout.logp_BT.sum(), rows, len(rewards_PG))
+    return {"reward": reward / rows, "length": tokens / rows, "truncated": cut / rows, "no_answer": no_answer / rows,
+            "no_signal": no_signal / groups, "entropy": nats / tokens, **clock.seconds,
+            "tokens_per_s": tokens / sum(clock.seconds.values())}
+
+
+# --- 5. evaluation ----------------------------------------------------------------------------------------------------
+
+def evaluate(engine, problems, prompts, samples, max_new_tokens, temperature=1.0, seed=0):
+    """Samples and scores `samples` completions of each problem; the problems are split over the ranks.
+
+    Returns the same list on every rank, one dict a problem, in order: level, answer, and per sample rewards, lengths,
+    finished, texts. The samples of a problem depend on seed and its place in the list, not on the number of ranks.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = list(range(rank, len(problems), world_size))
+    results = []
+    if mine:
+        seeds = [stream_seed(seed, "eval", i) for i in mine]
+        rollout = engine.generate([prompts[i] for i in mine], samples, max_new_tokens, temperature, seeds)
+        rewards = score(rollout.texts, [problems[i].answer for i in mine for _ in range(samples)])
+        for k, i in enumerate(mine):
+            rows = slice(k * samples, (k + 1) * samples)
+            results.append({"index": i, "level": problems[i].level, "answer": problems[i].answer,
+                            "rewards": rewards[rows], "lengths": rollout.completion_len_B[rows].tolist(),
+                            "finished": rollout.finished_B[rows].tolist(), "texts": rollout.texts[rows]})
+    return sorted((result for part in all_gather(results) for result in part), key=lambda result: result["index"])
+
+
+def pass_at_1(results):
+    """eval_pass@1, the mean over problems of their mean reward, and eval_pass@1/<level> where problems have levels."""
+    groups = {"eval_pass@1": results}
+    for level in sorted({result["level"] for result in results} - {""}):
+        groups[f"eval_pass@1/{level}"] = [result for result in results if result["level"] == level]
+    mean = {result["index"]: sum(result["rewards"]) / len(result["rewards"]) for result in results}
+    return {key: sum(mean[result["index"]] for result in group) / len(group) for key, group in groups.items()}
+
+
+def evaluate_step(engine, problems, prompts, cfg, log, step):
+    """The held-out metrics of a step; the first completion of the first three problems goes to samples.jsonl."""
+    engine.wake()
+    started = time.perf_counter()
+    results = evaluate(engine, problems, prompts, cfg.eval_samples, cfg.max_new_tokens, cfg.temperature, cfg.seed)
+    seconds = time.perf_counter() - started
+    engine.sleep()
+    log.samples(step, "held-out", problems[:3], [r["texts"][0] for r in results], [r["rewards"][0] for r in results])
+    metrics = pass_at_1(results)
+    if step == 0:       # nothing was trained yet: the row's other numbers are those of the evaluation
+        lengths = [length for r in results for length in r["lengths"]]
+        cut = [not finished for r in results for finished in r["finished"]]
+        metrics |= {"reward": metrics["eval_pass@1"], "length": sum(lengths) / len(lengths),
+                    "truncated": sum(cut) / len(cut), "grad_norm": 0.0, "loss": 0.0, "rollout_s": seconds,
+                    "reward_s": 0.0, "update_s": 0.0, "tokens_per_s": sum(lengths) / seconds}
+    return metrics
+
+
+# --- 6. run log and checkpoints ---------------------------------------------------------------------------------------
+
+class RunLog:
+    """A run's folder: config.json, metrics.jsonl, samples.jsonl, and the line a step that a person reads.
+
+    `dir` is the folder, `start` the step of the checkpoint to go on from (0 without one). Rank 0 writes; when it can't,
+    every rank raises the same UserError.
+    """
+
+    def __init__(self, algorithm, cfg, world_size):
+        self.cfg, self.rank, self.warned, self.writers = cfg, int(os.environ.get("RANK", 0)), set(), []
+        name = "-".join([algorithm, Path(cfg.model).name, Path(cfg.dataset).stem, time.strftime("%Y%m%d-%H%M%S")])
+        self.dir, problem = Path(cfg.run_dir or Path("runs") / name), None
+        if self.rank == 0:
+            try:
+                self.prepare(algorithm, world_size)
+            except (OSError, UserError, ImportError) as error:
+                problem = f"--run_dir {self.dir}: {error}."
+        self.dir, problem = all_gather((self.dir, problem))[0]
+        if problem:
+            raise UserError(problem)
+        self.start, self.began = latest_checkpoint(self.dir)[0], time.time()
+
+    def prepare(self, algorithm, world_size):
+        """Make the folder, or cut the logs of a resumed run back to its checkpoint."""
+        if self.cfg.resume:
+            start, _ = latest_checkpoint(self.dir)
+            for path in (self.dir / "metrics.jsonl", self.dir / "samples.jsonl"):
+                lines = path.read_text().splitlines(keepends=True) if start and path.exists() else []
+                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
+                path.with_suffix(".part").write_text("".join(kept))
+                path.with_suffix(".part").rename(path)
+        elif (self.dir / "config.json").exists():
+            raise UserError("it already holds a run; name another folder, or continue that run with --resume")
+        else:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            here = Path(__file__).parent
+            git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here)
+            device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+            versions = {"python": platform.python_version(), "torch": torch.__version__,
+                        "transformers": transformers.__version__}
+            record = {"algorithm": algorithm, **asdict(self.cfg), "git_commit": git.stdout.strip(),
+                      "versions": versions, "processes": world_size, "device": device}
+            (self.dir / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+        if self.cfg.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter       # pip install tensorboard
+            board = SummaryWriter(self.dir)
+            self.writers.append(lambda step, metrics: [board.add_scalar(k, v, step) for k, v in metrics.items()])
+        if self.cfg.wandb:
+            import wandb                                            # pip install wandb
+            wandb.init(project="rlvr", name=self.dir.name, id=self.dir.name, resume="allow", config=asdict(self.cfg))
+            self.writers.append(lambda step, metrics: wandb.log(metrics, step=step))
+
+    def append(self, file, row):
+        """Add a line of JSON to a file of the run."""
+        if self.rank == 0:
+            with open(self.dir / file, "a") as out:
+                out.write(json.dumps(row) + "\n")
+
+    def samples(self, step, kind, problems, texts, rewards):
+        """Keep some completions to read: kind is "train" or "held-out"."""
+        for problem, text, reward in zip(problems, texts, rewards):
+            self.append("samples.jsonl", {"step": step, "kind": kind, "prompt": problem.prompt, "completion": text,
+                                          "answer": problem.answer, "reward": reward})
+
+    def write(self, step, metrics):
+        """Append the step's metrics, print their line, and warn, once each, of what a person should look at."""
+        self.append("metrics.jsonl", {"step": step, **metrics})
+        if self.rank != 0:
+            return
+        for writer in self.writers:
+            writer(step, metrics)
+        seconds = (time.time() - self.began) / max(step - self.start, 1) * (self.cfg.steps - step)
+        eta = f"  ETA {seconds // 60:.0f}:{seconds % 60:02.0f}" if step > self.start else ""
+        held_out = f"{metrics['eval_pass@1']:.3f}" if "eval_pass@1" in metrics else "  -  "
+        print0(f"step {step:>{len(str(self.cfg.steps))}}/{self.cfg.steps}  reward {metrics['reward']:.3f}  "
+               f"held-out pass@1 {held_out}  length {metrics['length']:5.1f}  grad {metrics['grad_norm']:.3f}  "
+               f"rollout {metrics['rollout_s']:.2f} reward {metrics['reward_s']:.2f} "
+               f"update {metrics['update_s']:.2f} s  {metrics['tokens_per_s']:,.0f} tok/s{eta}")
+        for text in cautions(step, metrics):
+            if text not in self.warned:
+                self.warned.add(text)
+                print0(f"note: {text}")
+
+    def report(self, steps):
+        """The before/after table of held-out pass@1, and three completions before and after."""
+        if self.rank != 0:
+            return
+        rows = {row["step"]: row for row in map(json.loads, open(self.dir / "metrics.jsonl"))}
+        before, after = rows[0], rows[steps]
+        print0(f"\nheld-out pass@1      before   after {steps} steps")
+        for key in sorted((k for k in after if k.startswith("eval_pass@1")), key=lambda k: (len(k), k)):
+            label = key.partition("/")[2] or "all"
+            print0(f"{'  ' + label:<20} {before[key]:6.3f}   {after[key]:6.3f}")
+        samples = [s for s in map(json.loads, open(self.dir / "samples.jsonl")) if s["kind"] == "held-out"]
+        for old, new in zip([s for s in samples if s["step"] == 0], [s for s in samples if s["step"] == steps]):
+            print0(f"\n{str(old['prompt'])[:400]}   (answer {old['answer']})")
+            for when, sample in (("before", old), ("after", new)):
+                text = sample["completion"].replace("\n", "\n          ")
+                print0(f"  {when:<7} {text[:600]}   [reward {sample['reward']:.0f}]")
+        print0(f"\n{self.dir}: metrics.jsonl, samples.jsonl, checkpoints/, and final/, the trained model.")
+
+
+def cautions(step, metrics):
+    """What a person should know about a step's metrics, in sentences."""
+    if step == 0:
+        return []
+    found = []
+    if metrics["no_signal"] == 1:
+        found.append("every group has equal rewards, so nothing can be learned from them: the problems may be "
+                     "too easy or too hard for this model.")
+    if metrics["truncated"] > 0.5:
+        found.append("more than half of the completions were cut at --max_new_tokens: raise it.")
+    if metrics["no_answer"] > 0.5:
+        found.append("most completions contain no \\boxed{} answer: look at samples.jsonl.")
+    if metrics.get("engine_gap", 0) > 0.1:
+        found.append(f"engine and trainer log-probabilities differ by {metrics['engine_gap']:.2f} on average: "
+                     "stale weights in the engine, another temperature, or too coarse a dtype.")
+    if metrics["grad_norm"] == 0:
+        found.append("the gradient is exactly 0: no completion of this step can move the weights.")
+    if abs(metrics["loss"]) < 1e-3 and metrics["grad_norm"] > 0:
+        found.append("a loss of about 0 is normal: advantages are centred and the ratio is 1. Look at reward and grad.")
+    return found
+
+
+def latest_checkpoint(run_dir):
+    """(step, folder) of the newest complete checkpoint, or (0, None). Unfinished ones bear another name."""
+    found = sorted(Path(run_dir).glob("checkpoints/step-*"))
+    return (int(found[-1].name.removeprefix("step-")), found[-1]) if found else (0, None)
+
+
+def agree(problem):
+    """A barrier that also raises, on every rank, the first rank's problem (a string, or None)."""
+    problem = next((p for p in all_gather(problem) if p), None)
+    if problem:
+        raise UserError(problem)
+
+
+def save_checkpoint(run_dir, step, module, optimizer, extra=None):
+    """Sharded weights and optimizer state, and `extra` of each rank (anything torch.save takes).
+
+    Written under another name and renamed, so that a folder named step-* is complete; older ones are then removed.
+    Raises UserError on every rank when the disk is full or can't be written.
+    """
+    folder = Path(run_dir) / "checkpoints" / f"step-{step:06d}"
+    part, rank, problem = folder.with_name("part"), int(os.environ.get("RANK", 0)), None
+    if rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+    agree(None)
+    try:
+        weights, optimizer_state = get_state_dict(module, optimizer)
+        dcp.save({"module": weights, "optimizer": optimizer_state}, checkpoint_id=part)
+        torch.save(extra, part / f"extra-{rank}.pt")
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:
+        cause = str(error).strip().splitlines()[-1]
+        problem = f"The checkpoint {folder} could not be written ({cause}): free some space, then --resume {run_dir}."
+    agree(problem)
+    if rank == 0:
+        part.rename(folder)
+        for old in sorted(folder.parent.glob("step-*"))[:-1]:
+            shutil.rmtree(old)
+    agree(None)
+
+
+def load_checkpoint(run_dir, module, optimizer):
+    """Load the newest complete checkpoint in place; returns this rank's `extra`. The number of ranks may change."""
+    _, folder = latest_checkpoint(run_dir)
+    weights, optimizer_state = get_state_dict(module, optimizer)
+    dcp.load({"module": weights, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
+    extra = folder / f"extra-{os.environ.get('RANK', 0)}.pt"
+    return torch.load(extra, weights_only=False) if extra.exists() else None
+
+
+def export(model, tokenizer, folder, dtype=torch.float32):
+    """Write `model` (possibly sharded) as a Hugging Face folder that from_pretrained loads."""
+    rank, part = int(os.environ.get("RANK", 0)), Path(folder).with_name("final.part")
+    weights = {}
+    for name, tensor in named_weights(model):
+        if rank == 0:
+            weights[name] = tensor.to("cpu", dtype)
+    if rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        model.save_pretrained(part, state_dict=weights)
+        tokenizer.save_pretrained(part)
+        part.rename(folder)
+    agree(None)

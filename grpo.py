@@ -1,0 +1,273 @@
+"""GRPO, group relative policy optimization, as it is practised today.
+
+Papers: DeepSeekMath (arXiv 2402.03300), with DAPO's clip-higher and token mean (2503.14476); Dr. GRPO's corrections
+(2503.20783) are options.
+
+Each prompt is answered G times and each answer is scored 0 or 1 by a program. An answer's advantage is its reward
+compared with the others of its group, in standard deviations, so no value model is needed. Tokens of
+better-than-average answers are made likelier, those of the others less likely, within a clipped step.
+
+    A_i   = (R_i - mean(R)) / (std(R) + 1e-4)                over the G answers to one prompt             [GRPO eq. 1]
+    rho   = pi_theta(y_t) / pi_old(y_t)                      per token, at the sampling temperature       [GRPO eq. 2]
+    J     = 1/N sum_i sum_t w min(rho A_i, clip(rho, 1 - eps_low, 1 + eps_high) A_i) - beta k3            [GRPO eq. 3]
+    k3    = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1       estimates KL(pi_theta || pi_ref), never < 0  [GRPO eq. 4]
+    w     = min(pi_old(y_t) / pi_engine(y_t), cap)           detached: the engine's own numerics          [TIS]
+
+N counts the completion tokens of the whole step, over all processes and micro-batches (DAPO). With one update per
+rollout, pi_old is pi_theta: then rho = 1, nothing is clipped and J is about 0, yet its gradient A grad log pi is not.
+
+    python grpo.py                                                    # a laptop: the built-in task, two minutes
+    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k                                     # one GPU
+    torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k                # eight GPUs
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 grpo.py ...     # on each node
+    python grpo.py --resume runs/NAME                                                # go on from the last checkpoint
+
+Logged besides what every file logs (README): clip_frac, the share of tokens whose ratio is clipped; kl, the mean k3
+(with beta > 0); entropy, the mean of -log pi over sampled tokens.
+
+This is the reference: each other algorithm file is this one with its own idea in place, as `diff grpo.py conspo.py`
+shows.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import common
+from common import arg
+
+
+@dataclass
+class Config:
+    model: str = arg("Qwen/Qwen2.5-1.5B-Instruct", "folder or hub name of a causal LM, or tiny (not published; ours)")
+    dataset: str = arg("gsm8k", "training problems: a name or a file, see README (not published; ours)")
+    eval_dataset: str = arg("gsm8k", "held-out problems")
+    steps: int = arg(200, "rollouts in all (not published; ours)")
+    prompts_per_step: int = arg(128, "prompts per rollout, over all processes (not published; ours)")
+    group_size: int = arg(8, "completions per prompt, G (not published; ours)")
+    updates_per_rollout: int = arg(1, "mini-batches, one optimizer step each, that a rollout is cut into")
+    max_prompt_tokens: int = arg(1024, "longer prompts are dropped, never cut")
+    max_new_tokens: int = arg(1024, "completion length limit")
+    temperature: float = arg(1.0, "sampling temperature, in training and evaluation (papers: 1)")
+    lr: float = arg(1e-6, "AdamW learning rate (DeepSeekMath, DAPO: 1e-6)")
+    lr_schedule: Literal["constant", "linear", "cosine"] = arg("constant", "after warm-up (DAPO: constant)")
+    warmup_steps: int = arg(10, "steps of linear learning-rate warm-up (not published; ours)")
+    beta1: float = arg(0.9, "AdamW beta 1 (not published; ours)")
+    beta2: float = arg(0.95, "AdamW beta 2 (not published; ours)")
+    weight_decay: float = arg(0.0, "AdamW weight decay (not published; ours)")
+    grad_clip: float = arg(1.0, "largest gradient norm (not published; ours)")
+    clip_low: float = arg(0.2, "eps_low (DAPO)")
+    clip_high: float = arg(0.28, "eps_high (DAPO)")
+    kl_coef: float = arg(0.0, "beta of the KL penalty; above 0 a frozen reference model is loaded (DAPO: 0)")
+    loss_agg: Literal["token", "sequence", "constant"] = arg(
+        "token", "mean over tokens (DAPO), over rows of row means (GRPO), or sum / (rows * max_new_tokens) (Dr. GRPO)")
+    normalize_std: bool = arg(True, "divide advantages by the group's standard deviation (Dr. GRPO: no)")
+    mask_truncated: bool = arg(False, "leave unfinished completions out of the loss")
+    importance_cap: float = arg(2.0, "cap of the engine correction w (TIS: 2)")
+    old_logp: Literal["trainer", "engine"] = arg("trainer", "pi_old: the trainer's own, or as the engine recorded them")
+    seed: int = arg(0, "names every random stream of the run")
+    micro_batch_tokens: int = arg(16384, "tokens per forward and backward, padding included: for memory only")
+    gradient_checkpointing: bool = arg(False, "recompute activations in backward: less memory, a third more time")
+    engine: Literal["auto", "vllm", "hf"] = arg("auto", "what generates; auto: vLLM on CUDA if installed, else hf")
+    engine_rows: int = arg(512, "completions that the engine works on at a time")
+    engine_memory: float = arg(0.45, "share of the GPU's memory that vLLM may take while it generates")
+    engine_parallel: int = arg(1, "GPUs of a node that share one vLLM engine (tensor parallelism)")
+    eval_every: int = arg(10, "steps between evaluations")
+    eval_samples: int = arg(1, "completions per held-out problem")
+    eval_problems: int = arg(256, "the first so many held-out problems")
+    save_every: int = arg(50, "steps between checkpoints; one more at the end")
+    run_dir: str = arg("", "the run's folder (default runs/<algorithm>-<model>-<dataset>-<time>)")
+    resume: str = arg("", "continue the run in this folder, with its settings")
+    tensorboard: bool = arg(False, "also log to TensorBoard")
+    wandb: bool = arg(False, "also log to Weights & Biases")
+
+
+# The built-in task, on a CPU: 2 minutes on two cores.
+TINY = dict(model="tiny", dataset="arithmetic", eval_dataset="arithmetic", steps=300, prompts_per_step=16,
+            max_prompt_tokens=64, max_new_tokens=96, lr=3e-4, lr_schedule="linear", beta2=0.99, eval_every=20,
+            eval_samples=4)
+
+
+def group_advantages(rewards_PG, normalize_std=True):
+    """Rewards (P, G) -> advantages (P, G), each against its own group; equal rewards give exactly 0.  [GRPO eq. 1]
+
+    The standard deviation is the unbiased one (divided by G - 1). A group of one gets 0.
+    """
+    centered_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    equal_P1 = (rewards_PG == rewards_PG[:, :1]).all(dim=1, keepdim=True)      # their float mean may be a little off
+    if normalize_std and rewards_PG.shape[1] > 1:
+        centered_PG = centered_PG / (rewards_PG.std(dim=1, keepdim=True) + 1e-4)
+    return torch.where(equal_P1, 0.0, centered_PG)
+
+
+def token_loss(logp_BT, old_logp_BT, advantages_B, clip_low=0.2, clip_high=0.28):
+    """-min(rho A, clip(rho) A) of every token (B, T), neither masked nor averaged.  [GRPO eq. 2, 3]"""
+    ratio_BT = (logp_BT - old_logp_BT).exp()
+    advantages_B1 = advantages_B[:, None]
+    return -torch.min(ratio_BT * advantages_B1, ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_B1)
+
+
+def k3_kl(logp_BT, ref_logp_BT):
+    """The k3 estimate of KL(pi_theta || pi_ref), per token (B, T), in nats: never negative.  [GRPO eq. 4]"""
+    log_ratio_BT = ref_logp_BT - logp_BT
+    return log_ratio_BT.exp() - log_ratio_BT - 1
+
+
+def aggregate(loss_BT, mask_BT, how, denominator):
+    """Token losses (B, T) -> the micro-batch's share of the step's loss, a scalar.  [GRPO eq. 3]
+
+    denominator: the count over the whole step, all processes: of tokens (how = "token"), of rows ("sequence"), or of
+    rows * max_new_tokens ("constant"). So the shares add up to the same loss however the rows are split.
+    """
+    if how == "sequence":
+        return ((loss_BT * mask_BT).sum(1) / mask_BT.sum(1).clamp(min=1)).sum() / denominator
+    return (loss_BT * mask_BT).sum() / denominator
+
+
+def shard(policy, device):
+    """Spread a policy over the processes with FSDP2; a lone process keeps it whole.
+
+    FSDP2 gathers one decoder layer at a time, as it runs. Weights, gradients and optimizer state are float32; on CUDA
+    the compute is bf16.
+    """
+    if dist.is_initialized():
+        on_cuda = device.type == "cuda"
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_cuda else MixedPrecisionPolicy()
+        for layer in policy.layers:
+            fully_shard(layer, mp_policy=precision)
+        fully_shard(policy, mp_policy=precision)
+    return policy.to(device)
+
+
+def main():
+    cfg = common.parse_config(Config, TINY)
+
+    # torchrun starts one process per GPU and numbers them; plain python is a world of one.
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    common.check_config(cfg, world_size)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=1))
+
+    model_name = common.resolve_model(cfg.model)
+    tokenizer = common.load_tokenizer(model_name)
+    policy = common.Policy(common.load_model(model_name))
+    common.check_window(policy.model.config, cfg)
+    if cfg.gradient_checkpointing:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard(policy, device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2),
+                                  weight_decay=cfg.weight_decay, fused=True)
+    reference = shard(common.Policy(common.load_model(model_name)), device) if cfg.kl_coef > 0 else None
+
+    train_set = common.load_problems(cfg.dataset, "train")
+    test_set = common.load_problems(cfg.eval_dataset, "test", cfg.eval_problems)
+    problems, prompts = common.encode_prompts(train_set, tokenizer, cfg.max_prompt_tokens)
+    held_out, held_out_prompts = common.encode_prompts(test_set, tokenizer, cfg.max_prompt_tokens)
+
+    # Every process generates with an engine and weights of its own, so generation waits for nobody.
+    log = common.RunLog("grpo", cfg, world_size)
+    engine = common.make_engine(cfg, model_name, tokenizer, device)
+    if log.start > 0:
+        common.load_checkpoint(log.dir, policy, optimizer)
+        engine.load_weights(common.named_weights(policy.model))
+    else:
+        log.write(0, common.evaluate_step(engine, held_out, held_out_prompts, cfg, log, 0))
+
+    for step in range(log.start + 1, cfg.steps + 1):
+        # 1. rollout. Prompts are dealt so that a mini-batch holds the same ones on any number of processes.
+        clock = common.Clock()
+        order = common.data_order(len(problems), cfg.prompts_per_step, step, cfg.seed)
+        places = torch.arange(cfg.prompts_per_step).view(cfg.updates_per_rollout, world_size, -1)[:, rank].flatten()
+        batch = [problems[order[place]] for place in places]
+        seeds = [common.stream_seed(cfg.seed, "rollout", step, int(place)) for place in places]
+        engine.wake()
+        rollout = engine.generate([prompts[order[place]] for place in places], cfg.group_size, cfg.max_new_tokens,
+                                  cfg.temperature, seeds)
+        engine.sleep()
+        clock.lap("rollout_s")
+
+        # 2. reward
+        rewards = common.score(rollout.texts, [problem.answer for problem in batch for _ in range(cfg.group_size)])
+        rewards_PG = torch.tensor(rewards).view(-1, cfg.group_size)
+        clock.lap("reward_s")
+
+        # 3. advantage
+        advantages_B = group_advantages(rewards_PG, cfg.normalize_std).flatten()
+        counted_B = rollout.finished_B | (not cfg.mask_truncated)           # rows that the loss counts
+        moving_B = counted_B & ((advantages_B != 0) | (cfg.kl_coef > 0))    # the gradient of the others is exactly 0
+
+        # 4. update
+        if cfg.old_logp == "engine":
+            old_logp_BT = rollout.logp_BT
+        elif cfg.updates_per_rollout > 1:
+            old_logp_BT = common.policy_logp(policy, rollout, torch.where(moving_B)[0], cfg, device)
+        else:
+            old_logp_BT = None      # the policy itself
+        for group in optimizer.param_groups:
+            group["lr"] = common.learning_rate(cfg, step)
+        sums = dict.fromkeys(("loss", "clipped", "kl", "gap", "tokens"), 0.0)
+        for mini_batch in torch.arange(len(rewards)).chunk(cfg.updates_per_rollout):
+            counted = mini_batch[counted_B[mini_batch]]
+            n_tokens, n_rows = common.all_sum(rollout.completion_len_B[counted].sum(), len(counted))
+            count = {"token": n_tokens, "sequence": n_rows, "constant": n_rows * cfg.max_new_tokens}[cfg.loss_agg]
+            for rows, micro in common.micro_batches(rollout, mini_batch[moving_B[mini_batch]], cfg, device):
+                logp_BT = policy(micro.tokens_BL, micro.prompt_len_B, micro.completion_len_B, cfg.temperature)
+                old_BT = logp_BT.detach() if old_logp_BT is None else old_logp_BT[rows, :logp_BT.shape[1]].to(device)
+                weight_BT = (old_BT - micro.logp_BT).exp().clamp(max=cfg.importance_cap)        # [TIS]
+                loss_BT = weight_BT * token_loss(logp_BT, old_BT, advantages_B[rows].to(device),
+                                                 cfg.clip_low, cfg.clip_high)
+                if reference is not None:
+                    with torch.no_grad():
+                        ref_BT = reference(micro.tokens_BL, micro.prompt_len_B, micro.completion_len_B, cfg.temperature)
+                    kl_BT = k3_kl(logp_BT, ref_BT)
+                    loss_BT = loss_BT + cfg.kl_coef * kl_BT
+                    sums["kl"] += (kl_BT * micro.mask_BT).sum().item()
+                loss = aggregate(loss_BT, micro.mask_BT, cfg.loss_agg, max(count, 1))
+                (loss * world_size).backward()      # FSDP averages over processes; global counts call for the sum
+                ratio_BT = (logp_BT.detach() - old_BT).exp()
+                clipped_BT = (ratio_BT < 1 - cfg.clip_low) | (ratio_BT > 1 + cfg.clip_high)
+                sums["loss"] += loss.item() / cfg.updates_per_rollout
+                sums["clipped"] += (clipped_BT * micro.mask_BT).sum().item()
+                sums["gap"] += ((old_BT - micro.logp_BT).abs() * micro.mask_BT).sum().item()
+                sums["tokens"] += micro.mask_BT.sum().item()
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.load_weights(common.named_weights(policy.model))
+        clock.lap("update_s")
+
+        # 5. log, evaluate, save
+        loss_sum, clipped, kl, gap, tokens = common.all_sum(*sums.values())
+        metrics = common.rollout_metrics(rollout, rewards_PG, clock)
+        tokens = max(tokens, 1)
+        metrics |= {"loss": loss_sum, "grad_norm": common.full(grad_norm).item(), "lr": common.learning_rate(cfg, step),
+                    "clip_frac": clipped / tokens, "kl": kl / tokens, "engine_gap": gap / tokens}
+        if step % cfg.eval_every == 0 or step == cfg.steps:
+            metrics |= common.evaluate_step(engine, held_out, held_out_prompts, cfg, log, step)
+        log.samples(step, "train", batch[:1], rollout.texts[:1], rewards[:1])
+        log.write(step, metrics)
+        if step % cfg.save_every == 0 or step == cfg.steps:
+            common.save_checkpoint(log.dir, step, policy, optimizer)
+
+    common.export(policy.model, tokenizer, log.dir / "final", torch.bfloat16 if cuda else torch.float32)
+    log.report(cfg.steps)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except common.UserError as error:       # one sentence, no traceback, exit status 1, on every process
+        raise SystemExit(f"error: {error}")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
