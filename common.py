@@ -3,7 +3,7 @@
     1. flags, random streams, sums over ranks   arg, parse_config, check_config, stream_seed, data_order, all_sum
     2. the built-in model                       tiny_model
     3. policy                                   load_model, Policy, completion_states, token_logp
-    4. rollout                                  Rollout, HFEngine, micro_batches
+    4. rollout                                  Rollout, HFEngine, VLLMEngine, micro_batches
     5. evaluation                               evaluate, pass_at_1
     6. run log and checkpoints                  RunLog, save_checkpoint, load_checkpoint, export
 
@@ -14,7 +14,9 @@ row (prompt + completion), T completion positions, N completion tokens of a batc
 D hidden size, V vocabulary.
 """
 
+import copy
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -29,6 +31,7 @@ import time
 import warnings
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -41,7 +44,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser, Qwen2Config,
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, HfArgumentParser, Qwen2Config,
                           Qwen2ForCausalLM, Qwen2Tokenizer)
 
 from tasks import (INSTRUCTION, Problem, UserError, arithmetic_problems, encode_prompt, encode_prompts, extract_answer,
@@ -106,7 +109,7 @@ def check_config(cfg, world_size):
     """Refuse settings that can't work, before anything is loaded or written. Raises UserError."""
     for name in ("steps", "prompts_per_step", "updates_per_rollout", "max_prompt_tokens", "max_new_tokens", "lr",
                  "temperature", "grad_clip", "micro_batch_tokens", "eval_every", "eval_samples", "eval_problems",
-                 "save_every"):
+                 "save_every", "engine_rows", "engine_memory", "engine_parallel"):
         if not getattr(cfg, name) > 0:
             raise UserError(f"--{name} is {getattr(cfg, name)}: it must be above 0.")
     if cfg.group_size < 2:
@@ -116,6 +119,8 @@ def check_config(cfg, world_size):
     if cfg.prompts_per_step % share:
         raise UserError(f"--prompts_per_step {cfg.prompts_per_step} must be a multiple of {share} "
                         f"({world_size} processes x {cfg.updates_per_rollout} updates per rollout).")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) % cfg.engine_parallel:
+        raise UserError(f"--engine_parallel {cfg.engine_parallel} must divide the number of processes on a node.")
 
 
 def stream_seed(*parts):
@@ -266,6 +271,13 @@ def stop_token_ids(model, tokenizer):
     return sorted(ids - {None})
 
 
+def check_vocabulary(tokenizer, ref_name):
+    """Raises UserError when another model's token ids mean something else, so that its logits can't be used."""
+    if load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"--ref_model {ref_name}: its vocabulary is not that of --model, so their logits can't be "
+                        "averaged: name a model with the same tokenizer.")
+
+
 def window(model_config):
     """How many tokens the model can take in, prompt and completion together; None when it doesn't say."""
     return getattr(model_config, "max_position_embeddings", None)
@@ -276,13 +288,6 @@ def check_window(model_config, cfg):
     if cfg.max_prompt_tokens + cfg.max_new_tokens > (window(model_config) or math.inf):
         raise UserError(f"--max_prompt_tokens {cfg.max_prompt_tokens} + --max_new_tokens {cfg.max_new_tokens} exceed "
                         f"the model's window of {window(model_config)} tokens: lower one of them.")
-
-
-def make_engine(cfg, model_name, tokenizer, device):
-    """The engine that --engine names, with weights of its own."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    print0(f"engine: Hugging Face, {dtype}")
-    return HFEngine(load_model(model_name, dtype), tokenizer, device, cfg.engine_rows)
 
 
 def completion_states(model, tokens_BL, prompt_len_B, completion_len_B):
@@ -298,25 +303,32 @@ def completion_states(model, tokens_BL, prompt_len_B, completion_len_B):
     return hidden_BLD[row_N, position_N - 1], tokens_BL[row_N, position_N], row_N, t_N
 
 
+def in_chunks(function, vocabulary, *tensors_N):
+    """function(*tensors) -> a tuple of (C,) tensors, for all N tokens: a tuple of (N,) tensors.
+
+    `function` makes logits over `vocabulary` ids. It is applied to chunks of tokens and computed anew in backward, so
+    memory holds one chunk's float32 logits, however many tokens there are.
+    """
+    chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
+    if len(tensors_N[0]) <= chunk:      # one chunk is kept as it is
+        return function(*tensors_N)
+    chunks = zip(*(tensor_N.split(chunk) for tensor_N in tensors_N))
+    parts = [checkpoint(function, *tensors_C, use_reentrant=False) for tensors_C in chunks]
+    return tuple(torch.cat(part) for part in zip(*parts))
+
+
 def token_logp(head, hidden_ND, targets_N, temperature=1.0, with_entropy=False):
     """Log-probability of each target, at `temperature`, over the full vocabulary, in float32: (N,).
 
-    `head` is the output layer, D -> V. It is applied to chunks of tokens whose logits are computed anew in backward, so
-    memory holds one chunk's float32 logits, however many tokens there are. With `with_entropy` returns
-    (logp_N, entropy_N): entropy_N is the entropy of each token's distribution, in nats, with gradient.
+    `head` is the output layer, D -> V. With `with_entropy` returns (logp_N, entropy_N): entropy_N is the entropy of
+    each token's distribution, in nats, with gradient.
     """
     def chunk_logp(hidden_CD, targets_C):
         logp_CV = F.log_softmax(head(hidden_CD).float() / temperature, dim=-1)
         logp_C = logp_CV.gather(1, targets_C[:, None])[:, 0]
         return logp_C, -(logp_CV.exp() * logp_CV).sum(-1) if with_entropy else torch.zeros_like(logp_C)
 
-    chunk = max(1, LOGITS_PER_CHUNK // head.weight.shape[0])
-    if len(targets_N) <= chunk:     # one chunk is kept as it is
-        logp_N, entropy_N = chunk_logp(hidden_ND, targets_N)
-    else:
-        parts = [checkpoint(chunk_logp, hidden_CD, targets_C, use_reentrant=False)
-                 for hidden_CD, targets_C in zip(hidden_ND.split(chunk), targets_N.split(chunk))]
-        logp_N, entropy_N = (torch.cat(part) for part in zip(*parts))
+    logp_N, entropy_N = in_chunks(chunk_logp, head.weight.shape[0], hidden_ND, targets_N)
     return (logp_N, entropy_N) if with_entropy else logp_N
 
 
@@ -367,6 +379,18 @@ def policy_logp(policy, rollout, rows, cfg, device):
     return logp_BT
 
 
+@torch.no_grad()
+def old_logp(policy, rollout, rows, cfg, device):
+    """log pi_old (B, T) of the given rows: who sampled them. None where that is the policy as it stands.
+
+    That is so with one update per rollout. With more, the policy as it is now, before the first; with --old_logp engine
+    what the engine recorded, in its own numerics.
+    """
+    if cfg.old_logp == "engine":
+        return rollout.logp_BT
+    return policy_logp(policy, rollout, rows, cfg, device) if cfg.updates_per_rollout > 1 else None
+
+
 # --- 4. rollout -------------------------------------------------------------------------------------------------------
 
 @dataclass
@@ -411,10 +435,14 @@ class HFEngine:
 
     Each prompt is read once for all its completions, and rows leave the batch as they end. Tokens are sampled from the
     full distribution at `temperature`; the checkpoint's generation_config (top_k, top_p, ...) is not read.
+
+    With a `reference` model the distribution is softmax(ref_weight * its logits + (1 - ref_weight) * the model's), each
+    model with a KV cache of its own. `ref_weight` may be set at any time between two calls of generate.
     """
 
-    def __init__(self, model, tokenizer, device="cpu", rows_at_once=512):
+    def __init__(self, model, tokenizer, device="cpu", rows_at_once=512, reference=None, ref_weight=0.0):
         self.model, self.tokenizer, self.device, self.rows_at_once = model.to(device), tokenizer, device, rows_at_once
+        self.reference, self.ref_weight = reference.to(device) if reference else None, ref_weight
         self.stop_ids = stop_token_ids(model, tokenizer)
 
     def load_weights(self, named_tensors):
@@ -424,6 +452,12 @@ class HFEngine:
             own.pop(name).copy_(tensor)
         if own:
             raise KeyError(f"weights missing: {sorted(own)}")
+
+    def at(self, ref_weight):
+        """This engine at another weight of the reference: 0 is the model alone, 1 the reference alone."""
+        other = copy.copy(self)
+        other.ref_weight = ref_weight
+        return other
 
     def sleep(self):
         """Make room for the update. This engine has nothing to free."""
@@ -460,9 +494,11 @@ class HFEngine:
         texts = [torch.tensor(prompt, device=self.device) for prompt in prompts]
         tokens = pad_sequence(texts, batch_first=True, padding_side="left")
         seen = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True, padding_side="left")
-        cache = DynamicCache(config=self.model.config)
-        logits = self.next_logits(tokens, seen, cache).repeat_interleave(n, dim=0)
-        cache.batch_repeat_interleave(n)
+        shares = [(self.model, 1 - self.ref_weight), (self.reference, self.ref_weight)]
+        parts = [(model, share, DynamicCache(config=model.config)) for model, share in shares if share > 0]
+        logits = self.next_logits(tokens, seen, parts).repeat_interleave(n, dim=0)
+        for _, _, cache in parts:
+            cache.batch_repeat_interleave(n)
         seen = seen.repeat_interleave(n, dim=0)
         for t in range(max_new_tokens):
             logp_BV = F.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
@@ -478,18 +514,168 @@ class HFEngine:
                 completion_len_B[rows[ended]] = t + 1
                 kept = (~ended).nonzero()[:, 0]
                 rows, token_B, seen = rows[kept], token_B[kept], seen[kept]
-                cache.batch_select_indices(kept)
+                for _, _, cache in parts:
+                    cache.batch_select_indices(kept)
             if len(rows) == 0 or t + 1 == max_new_tokens:
                 break
             seen = F.pad(seen, (0, 1), value=1)
-            logits = self.next_logits(token_B[:, None], seen, cache)
+            logits = self.next_logits(token_B[:, None], seen, parts)
         return completion_BT, logp_BT, completion_len_B
 
-    def next_logits(self, tokens, seen, cache):
-        """Logits (B, V) after `tokens`; `seen` is 1 on every position so far that is no padding."""
+    def next_logits(self, tokens, seen, parts):
+        """Logits (B, V) after `tokens`; `seen` is 1 on every position so far that is no padding.
+
+        parts: (model, its share of the logits, its cache) of each model; vocabularies are cut to the shortest.
+        """
         positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1]:]
-        return self.model(input_ids=tokens, attention_mask=seen, position_ids=positions, past_key_values=cache,
-                          use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = [share * model(input_ids=tokens, attention_mask=seen, position_ids=positions, past_key_values=cache,
+                                use_cache=True, logits_to_keep=1).logits[:, -1].float()
+                  for model, share, cache in parts]
+        vocabulary = min(part_BV.shape[1] for part_BV in logits)
+        return sum(part_BV[:, :vocabulary] for part_BV in logits)
+
+
+class VLLMEngine:
+    """Sampling with vLLM, inside this process: every process drives its own engine, on its own device.
+
+    With cfg.engine_parallel > 1, that many neighbouring processes hold one copy of the weights between them and answer
+    each other's prompts: all of them must call generate equally often, with prompts or without.
+
+    On CUDA, sleep() hands the memory of weights and KV cache to the update. The weights are then lost: load_weights()
+    comes before the next wake(), or that raises RuntimeError. On a CPU nothing is handed over.
+    """
+
+    reference = None        # a mixture of two models has one
+
+    def __init__(self, model_name, tokenizer, cfg, device, **options):
+        """`options` go to vllm.LLM as they are, and win over what is set here."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"      # another process could not be handed weights
+        os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **os.environ})    # if not set
+        import vllm.distributed
+
+        self.tokenizer, self.window, self.asleep = tokenizer, cfg.max_prompt_tokens + cfg.max_new_tokens, []
+        self.cuda = cuda = device.type == "cuda"
+        if not dist.is_initialized():       # vLLM would start a group of its own, that can't sum CPU tensors on CUDA
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        settings = {
+            "model": model_name, "max_num_seqs": cfg.engine_rows, "tensor_parallel_size": cfg.engine_parallel,
+            "max_model_len": self.window, "skip_tokenizer_init": True, "use_tqdm_on_load": False,
+            "distributed_executor_backend": "external_launcher" if dist.get_world_size() > 1 else None,
+            "seed": stream_seed(cfg.seed, "engine", dist.get_rank() // cfg.engine_parallel) % 2 ** 32,
+            "generation_config": "vllm",                # ignores the checkpoint's own top_k, top_p, ...
+            "logprobs_mode": "processed_logprobs"}      # those of the distribution sampled from, at the temperature
+        if cuda:
+            settings |= {"dtype": "bfloat16", "gpu_memory_utilization": cfg.engine_memory, "enable_sleep_mode": True}
+        else:       # a prompt in parts needs generators that can be set back, as a CPU's can't: prompts are read whole
+            settings |= {"dtype": "float32", "kv_cache_memory_bytes": 2 ** 30, "enforce_eager": True,
+                         "enable_chunked_prefill": False, "max_num_batched_tokens": max(self.window, 8192)}
+            torch.compiler.set_stance("force_eager")    # compiling takes longer than it saves
+        # LLM() seeds this process's random numbers and, on a CPU, disables torch.set_num_threads: both are put back.
+        set_num_threads, random_state = torch.set_num_threads, random.getstate()
+        with torch.random.fork_rng([device] if cuda else []):
+            self.llm = vllm.LLM(**settings | options)
+        torch.set_num_threads = set_num_threads
+        random.setstate(random_state)
+        # vLLM would destroy the default process group with itself, or fail at exit if main has: no clean-up of its own.
+        self.llm.llm_engine.engine_core._finalizer.detach()
+
+        self.dtype, self.group = self.llm.model_config.dtype, vllm.distributed.get_tp_group().cpu_group
+        with torch.device("meta"):          # no weights: only its names and stop tokens are of interest
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_name))
+        model.generation_config = SimpleNamespace(**self.llm.model_config.try_get_generation_config())
+        self.names, self.stop_ids = set(model.state_dict()), stop_token_ids(model, tokenizer)
+
+    def load_weights(self, named_tensors):
+        """Copy weights in by name, one at a time. Raises KeyError on a name that the model lacks or that is missing."""
+        missing = set(self.names)
+
+        def cast():
+            for name, tensor in named_tensors:
+                missing.remove(name)
+                yield name, tensor.to(self.dtype)
+
+        self.rouse("weights")
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": cast()})
+        if missing:
+            raise KeyError(f"weights missing: {sorted(missing)}")
+        if not self.llm.reset_prefix_cache():           # keys and values of prompts, computed with other weights
+            raise RuntimeError("vLLM did not reset its prefix cache: it would go on with keys of older weights.")
+
+    def sleep(self):
+        """Make room for the update, which load_weights must follow."""
+        if self.cuda and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep = ["weights", "kv_cache"]
+
+    def wake(self):
+        """Get ready to generate again. Raises RuntimeError when no weights were loaded since sleep()."""
+        if "weights" in self.asleep:
+            raise RuntimeError("The engine lost its weights when it went to sleep: call load_weights first.")
+        self.rouse("kv_cache")
+
+    def rouse(self, tag):
+        """Take back the memory that was handed over under `tag`."""
+        if tag in self.asleep:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=[tag])
+            self.asleep.remove(tag)
+
+    def generate(self, prompts, n, max_new_tokens, temperature=1.0, seed=0):
+        """As HFEngine.generate, with other random numbers."""
+        from vllm import SamplingParams
+
+        self.wake()
+        seeds = seed if isinstance(seed, list) else [stream_seed(seed, i) for i in range(len(prompts))]
+        # One request a completion: with n > 1 in one, seeds would be neighbours, and temperature 0 would be refused.
+        requests = [(prompt, stream_seed(s, j)) for prompt, s in zip(prompts, seeds) for j in range(n)]
+        parts, own = [None] * dist.get_world_size(self.group), dist.get_rank(self.group)
+        dist.all_gather_object(parts, requests, group=self.group)       # those that share an engine tell it the same
+        inputs, params = [], []
+        for prompt, row_seed in (request for part in parts for request in part):
+            if len(prompt) + max_new_tokens > self.window:
+                raise ValueError(f"{len(prompt)} + {max_new_tokens} tokens exceed the engine's window, {self.window}.")
+            inputs.append({"prompt_token_ids": prompt})
+            params.append(SamplingParams(
+                temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, detokenize=False,
+                seed=row_seed, max_tokens=max_new_tokens, stop_token_ids=self.stop_ids, logprobs=0, flat_logprobs=True))
+        outputs, first = self.llm.generate(inputs, params, use_tqdm=False), sum(map(len, parts[:own]))
+        rows = [output.outputs[0] for output in outputs[first:first + len(requests)]]
+        tokens = [torch.tensor(row.token_ids) for row in rows]
+        logps = [torch.tensor(row.logprobs.logprobs) for row in rows]
+        return pack_rollout(prompts, pad_sequence(tokens, batch_first=True), pad_sequence(logps, batch_first=True),
+                            torch.tensor([len(row) for row in tokens]), self.stop_ids, self.tokenizer)
+
+
+def make_engine(cfg, model_name, tokenizer, device, ref_name=None, ref_weight=0.0):
+    """The engine that --engine names, with weights of its own: auto is vLLM on CUDA where installed, else Hugging Face.
+
+    With `ref_name` it samples from the mixture of two models.
+    """
+    installed = importlib.util.find_spec("vllm") is not None
+    if cfg.engine == "vllm" and not installed:
+        raise UserError("--engine vllm: vLLM is not installed: pip install -r requirements.txt on CUDA, "
+                        "or take --engine hf.")
+    if cfg.engine == "vllm" or (cfg.engine == "auto" and installed and device.type == "cuda"):
+        engine = VLLMEngine(model_name, tokenizer, cfg, device)
+        print0(f"engine: vLLM, {engine.dtype}")
+        return engine
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    print0(f"engine: Hugging Face, {dtype}")
+    reference = load_model(ref_name, dtype) if ref_name else None
+    return HFEngine(load_model(model_name, dtype), tokenizer, device, cfg.engine_rows, reference, ref_weight)
+
+
+def load_engine(cfg, folder, tokenizer, device, policy="mixture"):
+    """The engine of a model's folder. Of logit_avg_grpo.py's final/ it samples `policy`: mixture, theta or reference.
+
+    final/ itself is theta, final/reference/ the reference, and final/mixture.json holds the weight of the reference.
+    """
+    mixture, reference = Path(folder) / "mixture.json", str(Path(folder) / "reference")
+    if policy == "mixture" and mixture.exists():
+        ref_weight = json.loads(mixture.read_text())["ref_weight"]
+        return make_engine(cfg, str(folder), tokenizer, device, reference, ref_weight)
+    return make_engine(cfg, reference if policy == "reference" else str(folder), tokenizer, device)
 
 
 def micro_batches(rollout, rows, cfg, device):
@@ -527,6 +713,24 @@ class Clock:
         self.seconds[name], self.last = now - self.last, now
 
 
+class Means:
+    """Means over a step's tokens, micro-batch after micro-batch and over all ranks. For the log only."""
+
+    def __init__(self):
+        self.sums, self.tokens = {}, {}
+
+    def add(self, mask_BT, **values_BT):
+        """Take in values of the tokens where mask_BT is 1, under the names that the log shows."""
+        for name, value_BT in values_BT.items():
+            self.sums[name] = self.sums.get(name, 0.0) + (value_BT.detach() * mask_BT).sum().item()
+            self.tokens[name] = self.tokens.get(name, 0.0) + mask_BT.sum().item()
+
+    def over_ranks(self):
+        """{name: mean}; 0 where no token was taken in."""
+        sums, tokens = all_sum(*self.sums.values()), all_sum(*self.tokens.values())
+        return {name: total / max(count, 1.0) for name, total, count in zip(self.sums, sums, tokens)}
+
+
 def rollout_metrics(rollout, rewards_PG, clock):
     """What every file logs of a rollout, over all ranks; the seconds are this rank's."""
     rows = rewards_PG.numel()
@@ -549,17 +753,16 @@ def evaluate(engine, problems, prompts, samples, max_new_tokens, temperature=1.0
     finished, texts. The samples of a problem depend on seed and its place in the list, not on the number of ranks.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = list(range(rank, len(problems), world_size))
-    results = []
-    if mine:
-        seeds = [stream_seed(seed, "eval", i) for i in mine]
-        rollout = engine.generate([prompts[i] for i in mine], samples, max_new_tokens, temperature, seeds)
-        rewards = score(rollout.texts, [problems[i].answer for i in mine for _ in range(samples)])
-        for k, i in enumerate(mine):
-            rows = slice(k * samples, (k + 1) * samples)
-            results.append({"index": i, "level": problems[i].level, "answer": problems[i].answer,
-                            "rewards": rewards[rows], "lengths": rollout.completion_len_B[rows].tolist(),
-                            "finished": rollout.finished_B[rows].tolist(), "texts": rollout.texts[rows]})
+    mine, results = list(range(rank, len(problems), world_size)), []
+    asked = mine or [0]     # processes that share an engine must all ask it something
+    seeds = [stream_seed(seed, "eval", i) for i in asked]
+    rollout = engine.generate([prompts[i] for i in asked], samples, max_new_tokens, temperature, seeds)
+    rewards = score(rollout.texts, [problems[i].answer for i in asked for _ in range(samples)])
+    for k, i in enumerate(mine):
+        rows = slice(k * samples, (k + 1) * samples)
+        results.append({"index": i, "level": problems[i].level, "answer": problems[i].answer,
+                        "rewards": rewards[rows], "lengths": rollout.completion_len_B[rows].tolist(),
+                        "finished": rollout.finished_B[rows].tolist(), "texts": rollout.texts[rows]})
     return sorted((result for part in all_gather(results) for result in part), key=lambda result: result["index"])
 
 
@@ -573,14 +776,22 @@ def pass_at_1(results):
 
 
 def evaluate_step(engine, problems, prompts, cfg, log, step):
-    """The held-out metrics of a step; the first completion of the first three problems goes to samples.jsonl."""
+    """The held-out metrics of a step; the first completion of the first three problems goes to samples.jsonl.
+
+    A mixture's halves are measured alone too: eval_theta, and eval_reference, which never changes, at step 0. The
+    engine stays awake: a rollout, which comes next, puts it to sleep.
+    """
+    settings = problems, prompts, cfg.eval_samples, cfg.max_new_tokens, cfg.temperature, cfg.seed
     engine.wake()
     started = time.perf_counter()
-    results = evaluate(engine, problems, prompts, cfg.eval_samples, cfg.max_new_tokens, cfg.temperature, cfg.seed)
+    results = evaluate(engine, *settings)
     seconds = time.perf_counter() - started
-    engine.sleep()
+    alone = {}
+    if engine.reference is not None:
+        for name, ref_weight in [("eval_theta", 0.0)] + [("eval_reference", 1.0)] * (step == 0):
+            alone[name] = pass_at_1(evaluate(engine.at(ref_weight), *settings))["eval_pass@1"]
     log.samples(step, "held-out", problems[:3], [r["texts"][0] for r in results], [r["rewards"][0] for r in results])
-    metrics = pass_at_1(results)
+    metrics = pass_at_1(results) | alone
     if step == 0:       # nothing was trained yet: the row's other numbers are those of the evaluation
         lengths = [length for r in results for length in r["lengths"]]
         cut = [not finished for r in results for finished in r["finished"]]
@@ -663,7 +874,7 @@ class RunLog:
         for writer in self.writers:
             writer(step, metrics)
         seconds = (time.time() - self.began) / max(step - self.start, 1) * (self.cfg.steps - step)
-        eta = f"  ETA {seconds // 60:.0f}:{seconds % 60:02.0f}" if step > self.start else ""
+        eta = f"  ETA {int(seconds) // 60}:{int(seconds) % 60:02}" if step > self.start else ""
         held_out = f"{metrics['eval_pass@1']:.3f}" if "eval_pass@1" in metrics else "  -  "
         print0(f"step {step:>{len(str(self.cfg.steps))}}/{self.cfg.steps}  reward {metrics['reward']:.3f}  "
                f"held-out pass@1 {held_out}  length {metrics['length']:5.1f}  grad {metrics['grad_norm']:.3f}  "
@@ -764,16 +975,24 @@ def load_checkpoint(run_dir, module, optimizer):
     return torch.load(extra, weights_only=False) if extra.exists() else None
 
 
-def export(model, tokenizer, folder, dtype=torch.float32):
-    """Write `model` (possibly sharded) as a Hugging Face folder that from_pretrained loads."""
+def export(model, tokenizer, folder, dtype=torch.float32, reference=None, ref_weight=0.0):
+    """Write `model` (possibly sharded) as a Hugging Face folder that from_pretrained loads.
+
+    A `reference` goes into the subfolder reference/, and its weight into mixture.json, as load_engine reads them.
+    """
     rank, part = int(os.environ.get("RANK", 0)), Path(folder).with_name("final.part")
-    weights = {}
-    for name, tensor in named_weights(model):
-        if rank == 0:
-            weights[name] = tensor.to("cpu", dtype)
     if rank == 0:
         shutil.rmtree(part, ignore_errors=True)
-        model.save_pretrained(part, state_dict=weights)
-        tokenizer.save_pretrained(part)
+    for module, place in ((model, part), (reference, part / "reference")):
+        weights = {}
+        for name, tensor in named_weights(module) if module is not None else ():
+            if rank == 0:
+                weights[name] = tensor.to("cpu", dtype)
+        if weights:
+            module.save_pretrained(place, state_dict=weights)
+            tokenizer.save_pretrained(place)
+    if rank == 0:
+        if reference is not None:
+            (part / "mixture.json").write_text(json.dumps({"ref_weight": ref_weight}) + "\n")
         part.rename(folder)
     agree(None)

@@ -33,6 +33,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -175,7 +176,7 @@ def main():
     held_out, held_out_prompts = common.encode_prompts(test_set, tokenizer, cfg.max_prompt_tokens)
 
     # Every process generates with an engine and weights of its own, so generation waits for nobody.
-    log = common.RunLog("grpo", cfg, world_size)
+    log = common.RunLog(Path(__file__).stem, cfg, world_size)
     engine = common.make_engine(cfg, model_name, tokenizer, device)
     if log.start > 0:
         common.load_checkpoint(log.dir, policy, optimizer)
@@ -207,15 +208,10 @@ def main():
         moving_B = counted_B & ((advantages_B != 0) | (cfg.kl_coef > 0))    # the gradient of the others is exactly 0
 
         # 4. update
-        if cfg.old_logp == "engine":
-            old_logp_BT = rollout.logp_BT
-        elif cfg.updates_per_rollout > 1:
-            old_logp_BT = common.policy_logp(policy, rollout, torch.where(moving_B)[0], cfg, device)
-        else:
-            old_logp_BT = None      # the policy itself
+        old_logp_BT = common.old_logp(policy, rollout, torch.where(moving_B)[0], cfg, device)   # None: the policy
         for group in optimizer.param_groups:
             group["lr"] = common.learning_rate(cfg, step)
-        sums = dict.fromkeys(("loss", "clipped", "kl", "gap", "tokens"), 0.0)
+        means, loss_sum = common.Means(), 0.0
         for mini_batch in torch.arange(len(rewards)).chunk(cfg.updates_per_rollout):
             counted = mini_batch[counted_B[mini_batch]]
             n_tokens, n_rows = common.all_sum(rollout.completion_len_B[counted].sum(), len(counted))
@@ -231,15 +227,13 @@ def main():
                         ref_BT = reference(micro.tokens_BL, micro.prompt_len_B, micro.completion_len_B, cfg.temperature)
                     kl_BT = k3_kl(logp_BT, ref_BT)
                     loss_BT = loss_BT + cfg.kl_coef * kl_BT
-                    sums["kl"] += (kl_BT * micro.mask_BT).sum().item()
+                    means.add(micro.mask_BT, kl=kl_BT)
                 loss = aggregate(loss_BT, micro.mask_BT, cfg.loss_agg, max(count, 1))
                 (loss * world_size).backward()      # FSDP averages over processes; global counts call for the sum
+                loss_sum += loss.item() / cfg.updates_per_rollout
                 ratio_BT = (logp_BT.detach() - old_BT).exp()
                 clipped_BT = (ratio_BT < 1 - cfg.clip_low) | (ratio_BT > 1 + cfg.clip_high)
-                sums["loss"] += loss.item() / cfg.updates_per_rollout
-                sums["clipped"] += (clipped_BT * micro.mask_BT).sum().item()
-                sums["gap"] += ((old_BT - micro.logp_BT).abs() * micro.mask_BT).sum().item()
-                sums["tokens"] += micro.mask_BT.sum().item()
+                means.add(micro.mask_BT, clip_frac=clipped_BT, engine_gap=(old_BT - micro.logp_BT).abs())
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
             optimizer.step()
             optimizer.zero_grad()
@@ -247,11 +241,8 @@ def main():
         clock.lap("update_s")
 
         # 5. log, evaluate, save
-        loss_sum, clipped, kl, gap, tokens = common.all_sum(*sums.values())
-        metrics = common.rollout_metrics(rollout, rewards_PG, clock)
-        tokens = max(tokens, 1)
-        metrics |= {"loss": loss_sum, "grad_norm": common.full(grad_norm).item(), "lr": common.learning_rate(cfg, step),
-                    "clip_frac": clipped / tokens, "kl": kl / tokens, "engine_gap": gap / tokens}
+        metrics = common.rollout_metrics(rollout, rewards_PG, clock) | means.over_ranks()
+        metrics |= {"loss": common.all_sum(loss_sum)[0], "grad_norm": common.full(grad_norm).item()}
         if step % cfg.eval_every == 0 or step == cfg.steps:
             metrics |= common.evaluate_step(engine, held_out, held_out_prompts, cfg, log, step)
         log.samples(step, "train", batch[:1], rollout.texts[:1], rewards[:1])
