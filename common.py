@@ -143,10 +143,10 @@ def data_order(n_problems, prompts_per_step, step, seed):
 
 
 def learning_rate(cfg, step):
-    """The rate at 0-based step `step`: linear warm-up, then constant, linear or cosine decay towards 0."""
-    progress = step / cfg.steps
+    """The rate of a step, 1 being the first: linear warm-up, then constant, linear or cosine decay towards 0."""
+    progress = (step - 1) / cfg.steps
     decay = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
-    return cfg.lr * min(1.0, (step + 1) / max(cfg.warmup_steps, 1)) * decay[cfg.lr_schedule]
+    return cfg.lr * min(1.0, step / max(cfg.warmup_steps, 1)) * decay[cfg.lr_schedule]
 
 
 def all_sum(*values):
