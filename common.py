@@ -256,8 +256,12 @@ def load_tokenizer(name):
 
 
 def load_model(name, dtype=torch.float32):
-    """A causal LM on the CPU, without dropout, so that two forwards of one text agree."""
-    return load_pretrained(AutoModelForCausalLM, name, dtype=dtype, attn_implementation="sdpa").eval()
+    """A causal LM on the CPU whose dropout is 0 in every mode, so that two forwards of one text agree."""
+    config = load_pretrained(AutoConfig, name)
+    for key, value in vars(config).items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return load_pretrained(AutoModelForCausalLM, name, config=config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
 def stop_token_ids(model, tokenizer):

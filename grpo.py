@@ -164,7 +164,7 @@ def main():
     policy = common.Policy(common.load_model(model_name))
     common.check_window(policy.model.config, cfg)
     if cfg.gradient_checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.model.train().gradient_checkpointing_enable({"use_reentrant": False})      # works in train mode only
     shard(policy, device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2),
                                   weight_decay=cfg.weight_decay, fused=True)

@@ -327,7 +327,7 @@ def main():
     policy = common.Policy(common.load_model(model_name))
     common.check_window(policy.model.config, cfg)
     if cfg.gradient_checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.model.train().gradient_checkpointing_enable({"use_reentrant": False})      # works in train mode only
     add_lora(policy.model, cfg.lora_rank, cfg.lora_alpha, LORA_TARGETS)
     set_lora_scale(policy.model, 0)
     shard(policy, device)

@@ -232,9 +232,24 @@ def test_memory_does_not_grow_with_vocabulary_times_length():
 def test_dropout_is_off(tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=30, n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=.5,
                                embd_pdrop=.5)).save_pretrained(tmp_path)
-    policy = Policy(common.load_model(tmp_path))
+    policy = Policy(common.load_model(tmp_path)).train()
     rollout = torch.tensor([[3, 4, 5, 6]]), torch.tensor([2]), torch.tensor([2])
     assert torch.equal(policy(*rollout), policy(*rollout))
+
+
+def test_gradient_checkpointing_recomputes_and_changes_nothing(tiny):
+    gradients, calls = [], []
+    for recompute in (False, True):
+        policy, count = Policy(common.load_model(tiny[0])), [0]
+        if recompute:
+            policy.model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        policy.layers[0].mlp.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+        policy(torch.tensor([[3, 4, 5, 6]]), torch.tensor([2]), torch.tensor([2])).sum().backward()
+        gradients.append([p.grad for p in policy.parameters()])
+        calls.append(count[0])
+    assert calls == [1, 2]
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b)
 
 
 def cut(lengths, rows, tokens):

@@ -235,7 +235,7 @@ def assert_same_run(a, b):
         assert x == pytest.approx(y, rel=1e-4, abs=1e-5)
     assert weights(a).keys() == weights(b).keys()
     for name, tensor in weights(a).items():
-        assert (tensor - weights(b)[name]).abs().max() < 1e-5, name
+        assert (tensor - weights(b)[name]).abs().max() < 5e-5, name
 
 
 def test_micro_batches_of_one_row(one, tmp_path):
@@ -268,7 +268,9 @@ def test_stop_and_resume(one, tmp_path, monkeypatch, capsys):
     for name, tensor in weights(one).items():
         assert torch.equal(tensor, weights(tmp_path / "stopped")[name])
     capsys.readouterr()
-    run(tmp_path / "stopped", "--resume", str(tmp_path / "stopped"))
+    with pytest.raises(SystemExit) as finished:
+        run(tmp_path / "stopped", "--resume", str(tmp_path / "stopped"))
+    assert finished.value.code == 0
     assert "nothing to resume" in capsys.readouterr().out
 
 
@@ -297,7 +299,7 @@ def test_update_is_the_gradient_through_whole_lists(tmp_path, monkeypatch, flags
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", record_step)
     monkeypatch.setattr(common.HFEngine, "generate", record_rollout)
     monkeypatch.setattr(common, "score", lambda *texts: rewards.append(score(*texts)) or rewards[-1])
-    run(tmp_path / "recorded", *SMALL, "--steps", "1", "--micro_batch_tokens", "300", "--lr", "1e-3",
+    run(tmp_path / "recorded", *SMALL, "--steps", "1", "--micro_batch_tokens", "300", "--lr", "1e-4",
         "--lr_schedule", "constant", "--clip_low", "0.99", "--clip_high", "99", *flags)
     cfg = lpo.Config(**{"run_dir": "", **dict(zip((f.removeprefix("--") for f in flags[::2]), flags[1::2]))})
     rollout = next(r for r in rollouts if len(r.texts) == 64)
