@@ -40,7 +40,7 @@ does neither. Plain luck rescues too: a prompt that succeeds with probability .0
 plain samples rescue it with .39. So compare with the control arm below, never with grpo.py alone. A scaffold may also
 teach how the data set words its solutions instead of how to solve; rho is all that holds this back.
 
-    python lspo.py                                                    # a laptop: the built-in task, a minute
+    python lspo.py                                                    # a laptop: the built-in task, two minutes
     python lspo.py --scaffold_steps 0                                 # the control arm: cliffs re-rolled by the policy
     python lspo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset math --eval_dataset math500 --max_new_tokens 2048
     torchrun --nproc_per_node 8 lspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B                 # eight GPUs
@@ -126,7 +126,7 @@ class Config:
     wandb: bool = arg(False, "also log to Weights & Biases")
 
 
-# The built-in task, on a CPU: a minute on two cores. Chains of 7 and 8 terms are cliffs at first.
+# The built-in task, on a CPU: under two minutes on two cores. Chains of 7 and 8 terms are cliffs at first.
 TINY = dict(model="tiny", dataset="arithmetic:3-8", eval_dataset="arithmetic", steps=200, prompts_per_step=16,
             max_prompt_tokens=64, max_new_tokens=96, lr=3e-4, lr_schedule="linear", beta2=0.99, eval_every=20,
             eval_samples=4, group_size=8, scaffold_lr=3e-3)
@@ -315,6 +315,8 @@ def main():
     common.check_config(cfg, world_size)
     if cfg.lora_rank < 1 or cfg.scaffold_steps < 0 or not cfg.scaffold_lr > 0:
         raise common.UserError("--lora_rank must be at least 1, --scaffold_steps at least 0 and --scaffold_lr above 0.")
+    if cfg.engine_parallel > 1:
+        raise common.UserError("--engine_parallel must be 1: processes without a cliff do not sample again.")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:

@@ -243,7 +243,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(tiny):
         policy, count = Policy(common.load_model(tiny[0])), [0]
         if recompute:
             policy.model.train().gradient_checkpointing_enable({"use_reentrant": False})
-        policy.layers[0].mlp.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+        policy.layers[0].mlp.register_forward_pre_hook(lambda *_: count.__setitem__(0, count[0] + 1))
         policy(torch.tensor([[3, 4, 5, 6]]), torch.tensor([2]), torch.tensor([2])).sum().backward()
         gradients.append([p.grad for p in policy.parameters()])
         calls.append(count[0])
