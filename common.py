@@ -661,7 +661,11 @@ def make_engine(cfg, model_name, tokenizer, device, ref_name=None, ref_weight=0.
         raise UserError("--engine vllm: vLLM is not installed: pip install -r requirements.txt on CUDA, "
                         "or take --engine hf.")
     if cfg.engine == "vllm" or (cfg.engine == "auto" and installed and device.type == "cuda"):
-        engine = VLLMEngine(model_name, tokenizer, cfg, device)
+        if ref_name:
+            from vllm_mixture import VLLMMixtureEngine
+            engine = VLLMMixtureEngine(model_name, ref_name, tokenizer, cfg, device, ref_weight)
+        else:
+            engine = VLLMEngine(model_name, tokenizer, cfg, device)
         print0(f"engine: vLLM, {engine.dtype}")
         return engine
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -4,6 +4,7 @@
     python eval.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset math500,aime25 --samples 16 --k 1,4,16
     torchrun --nproc_per_node 8 eval.py --model ... --dataset ...                           # problems split over 8 GPUs
     python eval.py --compare a.json b.json                                                  # paired difference b - a
+    python eval.py --model runs/logit_avg_grpo-... --policy theta                           # a mixture's halves alone
 
 With n samples of a problem, c of them right:
 
@@ -47,6 +48,7 @@ class Config:
     limit: int = arg(0, "evaluate the first so many problems; 0: all")
     seed: int = arg(0, "names the random streams")
     out: str = arg("", "the JSON file (default eval-<model>.json)")
+    policy: Literal["mixture", "theta", "reference"] = arg("mixture", "which policy of a logit_avg_grpo.py run")
     engine: Literal["auto", "vllm", "hf"] = arg("auto", "what generates; auto: vLLM on CUDA if installed, else hf")
     engine_rows: int = arg(512, "completions that the engine works on at a time")
     engine_memory: float = arg(0.85, "share of the GPU's memory that vLLM may take")
@@ -186,7 +188,7 @@ def main():
     if cfg.max_new_tokens == 0:
         cfg.max_new_tokens = max(1, min(2048, (common.window(model_config) or 4096) - cfg.max_prompt_tokens))
     common.check_window(model_config, cfg)
-    engine = common.make_engine(cfg, name, tokenizer, device)
+    engine = common.load_engine(cfg, name, tokenizer, device, cfg.policy)
 
     settings = {key: value for key, value in asdict(cfg).items() if key not in ("dataset", "out", "compare", "k")}
     print0("settings: " + ", ".join(f"{key} {value}" for key, value in settings.items()) + ", top_p 1, top_k off")

@@ -244,6 +244,7 @@ def main():
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=1))
+
     model_name = common.resolve_model(cfg.model)
     tokenizer = common.load_tokenizer(model_name)
     ref_name = common.resolve_model(cfg.ref_model or cfg.model)
@@ -318,13 +319,13 @@ def main():
                 weight_BT = (old_BT - micro.logp_BT).exp().clamp(max=cfg.importance_cap)        # [TIS]
                 loss_BT = weight_BT * token_loss(logp_BT, old_BT, advantages_B[rows].to(device),
                                                  cfg.clip_low, cfg.clip_high)
+                means.add(micro.mask_BT, kl=k3_kl(logp_BT, policy.ref_logp_BT))
                 loss = aggregate(loss_BT, micro.mask_BT, cfg.loss_agg, max(count, 1))
                 (loss * world_size).backward()      # FSDP averages over processes; global counts call for the sum
                 loss_sum += loss.item() / cfg.updates_per_rollout
                 ratio_BT = (logp_BT.detach() - old_BT).exp()
                 clipped_BT = (ratio_BT < 1 - cfg.clip_low) | (ratio_BT > 1 + cfg.clip_high)
-                means.add(micro.mask_BT, clip_frac=clipped_BT, engine_gap=(old_BT - micro.logp_BT).abs(),
-                          kl=k3_kl(logp_BT, policy.ref_logp_BT))
+                means.add(micro.mask_BT, clip_frac=clipped_BT, engine_gap=(old_BT - micro.logp_BT).abs())
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.grad_clip)
             optimizer.step()
             optimizer.zero_grad()
