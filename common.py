@@ -185,7 +185,7 @@ def tiny_model(steps=700, rows=64, lr=4e-3):
     outright, half reason line by line and slip now and then. The cache is $RLVR_CACHE, else ~/.cache/rlvr.
     """
     cache = Path(os.environ.get("RLVR_CACHE", Path.home() / ".cache" / "rlvr"))
-    folder = cache / f"tiny-v2-{steps}x{rows}"
+    folder = cache / f"tiny-v3-{steps}x{rows}"
     if folder.exists():
         return str(folder)
     tokenizer = tiny_tokenizer()
@@ -199,16 +199,17 @@ def tiny_model(steps=700, rows=64, lr=4e-3):
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.03)
     problems, rng = arithmetic_problems("arithmetic:2-6", "train"), random.Random(0)
     for _ in tqdm(range(steps), desc="pre-training the built-in model, once", mininterval=1):
-        texts, labels = [], []
-        for problem in rng.choices(problems, k=rows):
-            text = f"\\boxed{{{problem.answer}}}"
-            if rng.random() < 0.5:
-                first, *operations = map(int, re.findall(r"[+-]?\d+", problem.prompt))
-                text = worked_solution(first, operations, rng, slip=0.06)
-            prompt = tokenizer(problem.prompt + "\n").input_ids
-            completion = tokenizer(text).input_ids + [tokenizer.eos_token_id]
-            texts.append(torch.tensor(prompt + completion))
-            labels.append(torch.tensor([-100] * len(prompt) + completion))
+        drawn = rng.choices(problems, k=rows)
+        demonstrations = []
+        for problem in drawn:
+            first, *operations = map(int, re.findall(r"[+-]?\d+", problem.prompt))
+            guess = f"\\boxed{{{problem.answer}}}"
+            reasoned = worked_solution(first, operations, rng, slip=0.06)
+            demonstrations.append((guess if rng.random() < 0.5 else reasoned) + tokenizer.eos_token)
+        prompts = tokenizer([problem.prompt + "\n" for problem in drawn]).input_ids
+        completions = tokenizer(demonstrations).input_ids
+        texts = [torch.tensor(prompt + completion) for prompt, completion in zip(prompts, completions)]
+        labels = [torch.tensor([-100] * len(prompt) + completion) for prompt, completion in zip(prompts, completions)]
         model(input_ids=pad_sequence(texts, batch_first=True), use_cache=False,
               labels=pad_sequence(labels, batch_first=True, padding_value=-100)).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -236,6 +237,7 @@ def resolve_model(name):
         tiny_model()
     if dist.is_initialized():
         dist.barrier()
+    torch.set_num_threads(1)    # a second thread gains little on so small a model, and loses much when it has to wait
     return tiny_model()
 
 
