@@ -185,7 +185,7 @@ def tiny_model(steps=700, rows=64, lr=4e-3):
     outright, half reason line by line and slip now and then. The cache is $RLVR_CACHE, else ~/.cache/rlvr.
     """
     cache = Path(os.environ.get("RLVR_CACHE", Path.home() / ".cache" / "rlvr"))
-    folder = cache / f"tiny-v3-{steps}x{rows}"
+    folder = cache / f"tiny-v4-{steps}x{rows}"
     if folder.exists():
         return str(folder)
     tokenizer = tiny_tokenizer()
@@ -208,10 +208,12 @@ def tiny_model(steps=700, rows=64, lr=4e-3):
             demonstrations.append((guess if rng.random() < 0.5 else reasoned) + tokenizer.eos_token)
         prompts = tokenizer([problem.prompt + "\n" for problem in drawn]).input_ids
         completions = tokenizer(demonstrations).input_ids
-        texts = [torch.tensor(prompt + completion) for prompt, completion in zip(prompts, completions)]
-        labels = [torch.tensor([-100] * len(prompt) + completion) for prompt, completion in zip(prompts, completions)]
-        model(input_ids=pad_sequence(texts, batch_first=True), use_cache=False,
-              labels=pad_sequence(labels, batch_first=True, padding_value=-100)).loss.backward()
+        pairs = sorted(zip(prompts, completions), key=lambda pair: len(pair[0]) + len(pair[1]))
+        for half in (pairs[:rows // 2], pairs[rows // 2:]):     # short and long texts apart, to pad less
+            tokens_BL = pad_sequence([torch.tensor(p + c) for p, c in half], batch_first=True)
+            labels_BL = pad_sequence([torch.tensor([-100] * len(p) + c) for p, c in half], True, -100)
+            model(input_ids=tokens_BL, labels=labels_BL, use_cache=False,
+                  num_items_in_batch=sum(map(len, completions))).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -233,11 +235,11 @@ def resolve_model(name):
     """The folder or hub name to load: "tiny" is built at first use, by rank 0 while the others wait."""
     if name != "tiny":
         return name
+    torch.set_num_threads(1)    # a second thread gains little on so small a model, and loses much when it has to wait
     if int(os.environ.get("RANK", 0)) == 0:
         tiny_model()
     if dist.is_initialized():
         dist.barrier()
-    torch.set_num_threads(1)    # a second thread gains little on so small a model, and loses much when it has to wait
     return tiny_model()
 
 
