@@ -223,7 +223,7 @@ def test_the_fit_moves_phi_alone_and_learns_the_solutions(adapted, base_model):
     assert all(parameter.grad is None and parameter.requires_grad for parameter in policy.parameters())
     phi = [tensor for layer in lspo.lora_layers(model) for tensor in (layer.lora_A, layer.lora_B)]
     assert all(tensor.grad is None for tensor in phi) and all((tensor != 0).any() for tensor in phi)
-    assert len(passes) == 4 and passes[-1] < 0.5 * passes[0]
+    assert len(passes) == 4 and passes[-1] < 0.7 * passes[0]
     assert all(layer.scale == 2.0 for layer in lspo.lora_layers(model))
     fit(model, examples)
     again = [tensor for layer in lspo.lora_layers(model) for tensor in (layer.lora_A, layer.lora_B)]
