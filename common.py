@@ -72,10 +72,10 @@ def parse_config(config_class, tiny, argv=None):
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = HfArgumentParser(config_class, allow_abbrev=False)
-    published = {name: parser.get_default(name) for name in ("model", "dataset")}
-    parser.set_defaults(model=None, dataset=None)
+    published = {name: parser.get_default(name) for name in ("model", "dataset", "resume")}
+    parser.set_defaults(model=None, dataset=None, resume=None)
     named = parser.parse_args(argv)
-    if named.resume:
+    if named.resume is not None:
         if len(argv) != (1 if "=" in argv[0] else 2):
             raise UserError("--resume takes every setting from the run's config.json: drop the other flags.")
         return load_run_config(config_class, named.resume)
@@ -581,8 +581,11 @@ class VLLMEngine:
             torch.compiler.set_stance("force_eager")    # compiling takes longer than it saves
         # LLM() seeds this process's random numbers and, on a CPU, disables torch.set_num_threads: both are put back.
         set_num_threads, random_state = torch.set_num_threads, random.getstate()
-        with torch.random.fork_rng([device] if cuda else []):
-            self.llm = vllm.LLM(**settings | options)
+        try:
+            with torch.random.fork_rng([device] if cuda else []):
+                self.llm = vllm.LLM(**settings | options)
+        except ValueError as error:
+            raise UserError(f"vLLM can't start ({str(error).splitlines()[0]}): see --engine_memory.") from None
         torch.set_num_threads = set_num_threads
         random.setstate(random_state)
         # vLLM would destroy the default process group with itself, or fail at exit if main has: no clean-up of its own.
@@ -832,8 +835,9 @@ class RunLog:
             except (OSError, UserError, ImportError) as error:
                 problem = f"--run_dir {self.dir}: {error}."
         self.dir, problem = all_gather((self.dir, problem))[0]
-        if problem:
-            raise UserError(problem)
+        agree(problem)
+        agree(None if (self.dir / "config.json").exists() else
+              f"--run_dir {self.dir}: not every node sees this folder; name one on a disk that all nodes share.")
         self.start, self.began = latest_checkpoint(self.dir)[0], time.time()
 
     def prepare(self, algorithm, world_size):
@@ -849,12 +853,12 @@ class RunLog:
             raise UserError("it already holds a run; name another folder, or continue that run with --resume")
         else:
             self.dir.mkdir(parents=True, exist_ok=True)
-            here = Path(__file__).parent
-            git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here)
+            git = shutil.which("git") and subprocess.run(
+                ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
             versions = {"python": platform.python_version(), "torch": torch.__version__,
                         "transformers": transformers.__version__}
-            record = {"algorithm": algorithm, **asdict(self.cfg), "git_commit": git.stdout.strip(),
+            record = {"algorithm": algorithm, **asdict(self.cfg), "git_commit": git.stdout.strip() if git else "",
                       "versions": versions, "processes": world_size, "device": device}
             (self.dir / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         if self.cfg.tensorboard:
@@ -1001,8 +1005,12 @@ def export(model, tokenizer, folder, dtype=torch.float32, reference=None, ref_we
             if rank == 0:
                 weights[name] = tensor.to("cpu", dtype)
         if weights:
+            if module.generation_config is not None:
+                module.generation_config.do_sample = True       # or one that names a temperature is refused
             module.save_pretrained(place, state_dict=weights)
             tokenizer.save_pretrained(place)
+            config = json.loads((place / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+            (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if rank == 0:
         if reference is not None:
             (part / "mixture.json").write_text(json.dumps({"ref_weight": ref_weight}) + "\n")

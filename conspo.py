@@ -284,6 +284,5 @@ if __name__ == "__main__":
         main()
     except common.UserError as error:       # one sentence, no traceback, exit status 1, on every process
         raise SystemExit(f"error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():       # after success only: with a failed peer, NCCL's own end may wait forever
+        dist.destroy_process_group()

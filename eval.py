@@ -146,6 +146,11 @@ def compare(paths):
             print0(f"  note: the settings differ in {', '.join(differing)}")
 
 
+def run_name(model):
+    """The last part of a model's name; of a run's final/ the run's."""
+    return Path(model).parent.name if Path(model).name == "final" else Path(model).name
+
+
 def settle(cfg):
     """Check the settings and fill in those that were left open. Returns (cfg, ks, the folder or name to load)."""
     try:
@@ -158,6 +163,10 @@ def settle(cfg):
         raise UserError("--temperature, --max_new_tokens, --max_prompt_tokens and --limit must not be negative.")
     if cfg.temperature == 0 and cfg.samples > 1:
         raise UserError(f"--temperature 0 with --samples {cfg.samples}: greedy samples are all alike; use --samples 1.")
+    if min(cfg.engine_rows, cfg.engine_memory, cfg.engine_parallel) <= 0 or (
+            int(os.environ.get("LOCAL_WORLD_SIZE", 1)) % cfg.engine_parallel):
+        raise UserError("--engine_rows and --engine_memory must be above 0, and --engine_parallel must divide the "
+                        "number of processes on a node.")
     folder = Path(cfg.model)
     run = folder.parent if folder.name == "final" else folder
     if (folder / "metrics.jsonl").exists():
@@ -192,7 +201,10 @@ def main():
 
     settings = {key: value for key, value in asdict(cfg).items() if key not in ("dataset", "out", "compare", "k")}
     print0("settings: " + ", ".join(f"{key} {value}" for key, value in settings.items()) + ", top_p 1, top_k off")
-    report = {}
+    label = f"{run_name(cfg.model)}{'' if cfg.policy == 'mixture' else '-' + cfg.policy}"
+    out, report = Path(cfg.out or f"eval-{label}.json"), {}
+    if rank == 0:
+        out.parent.mkdir(parents=True, exist_ok=True)
     for dataset, problems in data.items():
         problems, prompts = common.encode_prompts(problems, tokenizer, cfg.max_prompt_tokens)
         engine.wake()
@@ -202,7 +214,6 @@ def main():
         questions = common.stream_seed(*(str(problem.prompt) for problem in problems))       # tells problem sets apart
         report[dataset] = scores | {"questions": questions, "settings": settings}
     if rank == 0:
-        out = Path(cfg.out or f"eval-{Path(cfg.model).name}.json")
         out.write_text(json.dumps(report, indent=1) + "\n")
         print0(f"\nwritten to {out}")
 
@@ -212,6 +223,5 @@ if __name__ == "__main__":
         main()
     except UserError as error:      # one sentence, no traceback, exit status 1, on every process
         raise SystemExit(f"error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():       # after success only: with a failed peer, NCCL's own end may wait forever
+        dist.destroy_process_group()

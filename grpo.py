@@ -23,7 +23,7 @@ rollout, pi_old is pi_theta: then rho = 1, nothing is clipped and J is about 0, 
     python grpo.py --resume runs/NAME                                                # go on from the last checkpoint
 
 Logged besides what every file logs (README): clip_frac, the share of tokens whose ratio is clipped; kl, the mean k3
-(with beta > 0); entropy, the mean of -log pi over sampled tokens.
+(with beta > 0).
 
 This is the reference: each other algorithm file is this one with its own idea in place, as `diff grpo.py conspo.py`
 shows.
@@ -259,6 +259,5 @@ if __name__ == "__main__":
         main()
     except common.UserError as error:       # one sentence, no traceback, exit status 1, on every process
         raise SystemExit(f"error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():       # after success only: with a failed peer, NCCL's own end may wait forever
+        dist.destroy_process_group()

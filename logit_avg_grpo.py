@@ -29,9 +29,10 @@ of its own, no KL penalty, and the adaptive w. With --ref_weight 0 it is grpo.py
 forward pass in the update, and twice the decoding.
 
 Adaptive w (--ref_weight_mode adaptive): gain is P(the mixture is right, theta alone is wrong), forget the reverse, on
-as many problems as --eval_problems, which are kept out of training and are not the test problems. gain - forget is the
-difference of the two accuracies, however the samples are paired. w changes before a rollout and stays until the next
-adaptation, so no ratio ever mixes two. The paper has the idea; the form, and 10, 0.1 and 0.9, are ours.
+about as many problems as --eval_problems (at most half of the training set), which are kept out of training and are not
+the test problems. gain - forget is the difference of the two accuracies, however the samples are paired. w changes
+before a rollout and stays until the next adaptation, so no ratio ever mixes two. The paper has the idea; the form, and
+10, 0.1 and 0.9, are ours.
 
 final/ is theta, final/reference/ the reference, final/mixture.json the weight: the policy that was trained is the three
 together, at twice the cost of serving one model. Theta alone was never sampled and may be better or worse.
@@ -48,8 +49,8 @@ the size of the gain can't be checked. The gain is over a baseline that is itsel
 
 Logged besides what every file logs (README): clip_frac, the share of tokens whose ratio is clipped; kl, the mean k3
 estimate of KL(pi_mix || pi_ref) [GRPO eq. 4] over the tokens that were trained on, which is not part of the loss;
-ref_weight, the w of the step; entropy, the mean of -log pi_mix over sampled tokens; at evaluations eval_theta, held-out
-pass@1 of theta alone, and at step 0 eval_reference, that of the reference alone.
+ref_weight, the w of the step; adapt_s, the seconds of an adaptation of w, on steps that have one; at evaluations
+eval_theta, held-out pass@1 of theta alone, and at step 0 eval_reference, that of the reference alone.
 """
 
 import math
@@ -289,6 +290,7 @@ def main():
             gain, forget = gain_and_forget(engine, spare, spare_prompts, cfg)
             engine.ref_weight = adapt_ref_weight(gain, forget, cfg.ref_weight)
             policy.ref_weight.fill_(engine.ref_weight)
+            clock.lap("adapt_s")
         rollout = engine.generate([prompts[order[place]] for place in places], cfg.group_size, cfg.max_new_tokens,
                                   cfg.temperature, seeds)
         engine.sleep()
@@ -353,6 +355,5 @@ if __name__ == "__main__":
         main()
     except common.UserError as error:       # one sentence, no traceback, exit status 1, on every process
         raise SystemExit(f"error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():       # after success only: with a failed peer, NCCL's own end may wait forever
+        dist.destroy_process_group()

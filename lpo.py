@@ -28,8 +28,8 @@ What differs from grpo.py. A list's coefficients need all of its s, but lists do
 policy is no longer pi_old, a pass without gradient gives the s, and the update accumulates c_k * s_k: the gradient
 through the whole list, at any micro-batch size. w* is fixed for all updates of a rollout, P and c are anew for each.
 There is no advantage, no KL penalty and no weight for the engine's numerics. s_t is 0: pi_old is the policy as the
-rollout begins. Lists with equal rewards stay: their c is exactly 0 in
-the first update, but in later ones it pulls the policy back to where the rollout found it.
+rollout begins. Lists with equal rewards stay: their c is exactly 0 in the first update, but in later ones it pulls the
+policy back to where the rollout found it.
 
 Published: K 8, AdamW lr 1e-6, betas .9 and .999, weight decay .1, temperature 1, no KL, eps .2, 256 prompts in 2
 updates, 4096 tokens, MATH, Qwen3-1.7B-Base and Qwen3-8B-Base. Not published: steps, warm-up, gradient clipping. Where
@@ -48,10 +48,11 @@ tau the standard deviation and 1..7 of 8 answers right, the total push on right 
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 lpo.py ...      # on each node
     python lpo.py --resume runs/NAME                                                 # go on from the last checkpoint
 
-Logged besides what every file logs (README): loss, the sum of c_k s_k that backward runs on, about 0 in a rollout's
-first update; target_kl, the mean over prompts of KL(w* || P) in nats; target_entropy, that of the entropy of w* (log K:
-nothing to learn; 0: one answer takes all); coef_max, the largest |c_k|; coef_sum, the mean of sum_k c_k, which is 0 but
-for rounding; clip_frac, the share of tokens outside the clamp. P and c are those just before a list's own update.
+Logged besides what every file logs (README): loss, the mean over prompts of sum_k c_k (clamped s_k), that backward runs
+on, about 0 in a rollout's first update; target_kl, the mean over prompts of KL(w* || P) in nats; target_entropy, that
+of the entropy of w* (log K: nothing to learn; 0: one answer takes all); coef_max, the largest |c_k|; coef_sum, the mean
+of sum_k c_k, which is 0 but for rounding; clip_frac, the share of tokens outside the clamp. P and c are those just
+before a list's own update.
 """
 
 import math
@@ -311,6 +312,5 @@ if __name__ == "__main__":
         main()
     except common.UserError as error:       # one sentence, no traceback, exit status 1, on every process
         raise SystemExit(f"error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():       # after success only: with a failed peer, NCCL's own end may wait forever
+        dist.destroy_process_group()

@@ -47,7 +47,8 @@ teach how the data set words its solutions instead of how to solve; rho is all t
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 lspo.py ...     # on each node
     python lspo.py --resume runs/NAME                                                # go on from the last checkpoint
 
-Logged besides grpo.py's metrics, which describe the policy's own answers, before the splice: cliffs; cliffs_left, those
+Logged besides grpo.py's metrics, of which reward, length, entropy and the like describe the policy's own answers,
+before the splice, and loss, clip_frac, kl and engine_gap the spliced groups: cliffs; cliffs_left, those
 among them without a solution of at most max_new_tokens tokens, which are left alone; rescued, the groups with a spliced
 row; swapped, the spliced rows; reroll_success, the share of re-rolled answers that succeed; splice_log_rho and
 splice_log_rho_max, the mean and the largest |log rho| over the tokens of spliced rows; splice_clip_frac, the share of
@@ -95,15 +96,15 @@ class Config:
     beta2: float = arg(0.95, "AdamW beta 2 (not published; ours)")
     weight_decay: float = arg(0.0, "AdamW weight decay (not published; ours)")
     grad_clip: float = arg(1.0, "largest gradient norm (not published; ours)")
-    clip_low: float = arg(0.2, "eps_low (DAPO)")
-    clip_high: float = arg(0.28, "eps_high (DAPO)")
+    clip_low: float = arg(0.2, "eps_low (paper)")
+    clip_high: float = arg(0.28, "eps_high (paper)")
     kl_coef: float = arg(0.0, "beta of the KL penalty; above 0 a frozen reference model is loaded (DAPO: 0)")
     loss_agg: Literal["token", "sequence", "constant"] = arg(
         "token", "mean over tokens (DAPO), over rows of row means (GRPO), or sum / (rows * max_new_tokens) (Dr. GRPO)")
     normalize_std: bool = arg(True, "divide advantages by the group's standard deviation (Dr. GRPO: no)")
     mask_truncated: bool = arg(False, "leave unfinished completions out of the loss")
     importance_cap: float = arg(2.0, "cap of the engine correction w (TIS: 2)")
-    old_logp: Literal["trainer", "engine"] = arg("trainer", "pi_old: the trainer's own, or as the engine recorded them")
+    old_logp: Literal["trainer", "engine"] = arg("trainer", "pi_old of unspliced rows: the trainer's or the engine's")
     lora_rank: int = arg(16, "rank r of the scaffold (paper)")
     lora_alpha: float = arg(64.0, "the scaffold adds alpha / r B A to a matrix (paper)")
     scaffold_steps: int = arg(4, "n, scaffold steps per cliff; 0: sample cliffs again without a scaffold (paper: 4)")
@@ -383,12 +384,11 @@ def main():
         if examples:
             passes = fit_scaffold(policy, examples, cfg, step, device)
             engine.load_weights(merged_weights(policy.model))
+            engine.wake()
         if mine:
             seeds = [common.stream_seed(cfg.seed, "reroll", step, int(places[p])) for p in mine]
-            engine.wake()
             reroll = engine.generate([prompts[order[places[p]]] for p in mine], cfg.group_size, cfg.max_new_tokens,
                                      cfg.temperature, seeds)                                            # [LSPO 3]
-            engine.sleep()
             answers = [batch[p].answer for p in mine for _ in range(cfg.group_size)]
             reroll_PG = torch.tensor(common.score(reroll.texts, answers)).view(-1, cfg.group_size)
             successes = (reroll_PG >= 1).sum()
@@ -399,6 +399,7 @@ def main():
         spliced = torch.tensor([row for row, _ in swaps], dtype=torch.long)
         rewards_PG.view(-1)[spliced] = 1.0
         if examples:
+            engine.sleep()
             scaffold_logp_BT = common.policy_logp(policy, rollout, spliced, cfg, device)
             set_lora_scale(policy.model, 0)
         clock.lap("scaffold_s")
@@ -473,6 +474,5 @@ if __name__ == "__main__":
         main()
     except common.UserError as error:       # one sentence, no traceback, exit status 1, on every process
         raise SystemExit(f"error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():       # after success only: with a failed peer, NCCL's own end may wait forever
+        dist.destroy_process_group()

@@ -12,11 +12,13 @@ response that the policy has left behind is taken out of the loss.
     U = n_1 + ... + n_S, n_s = U/S           U = 4096, S = 4: rollouts at 0, 1024, 2048, 3072          [mu-GRPO stages]
     A_i   = (R_i - mean(R)) / (std(R) + 1e-4)                over the G answers to one prompt             [GRPO eq. 1]
     rho   = pi_theta(y_t) / pi_engine(y_t)                   as the engine recorded it at the stage's start
-    J     = 1/N sum_i sum_t M min(rho A_i, clip(rho, 0, 5) A_i) - beta k3                                [mu-GRPO clip]
+    J     = 1/N sum_i sum_t M (min(rho A_i, clip(rho, 0, 5) A_i) - beta k3)                              [mu-GRPO clip]
     M     = 0 on all of a response with A_i < 0 in which a token has rho < 1e-4, else 1                  [mu-GRPO veto]
     k3    = pi_ref/pi_theta - log(pi_ref/pi_theta) - 1       beta = 0 here                                [GRPO eq. 4]
 
 N counts the tokens of the update that M keeps, over all processes and micro-batches, at least 1      [mu-GRPO count]
+
+With the other two of --loss_agg the rows are counted as in grpo.py.
 
 What happens to the gradient: inside the range a token's gradient is rho A grad log pi. GRPO's [0.8, 1.2] drops every
 positive token above 1.2 and every negative token below 0.8, which is most of them once the policy has moved. [0, 5]
@@ -61,7 +63,7 @@ Logged besides what every file logs (README); reward, length and the like are th
 staleness, the updates since these data were generated, 0 to n_s - 1; clip_frac, the share of tokens whose ratio is
 outside the clip range; veto_frac, the share of the A < 0 tokens that are vetoed; negative_ratio, the mean ratio of the
 A < 0 tokens, which drops towards 0 before a collapse; kl, the mean k3 (with beta > 0); engine_gap, on a stage's first
-row, where it is not yet the policy's own movement; entropy, the mean of -log pi over sampled tokens, at sampling.
+row, where it is not yet the policy's own movement; entropy is that at sampling.
 rollout_s and sync_s, the generation of a whole stage and the loading of its engine's weights, stand on the stage's
 first row and are about 0 on the others; tokens_per_s divides the row's tokens by the row's seconds, so it dips there.
 """
@@ -85,7 +87,7 @@ from common import arg
 class Config:
     model: str = arg("Qwen/Qwen2.5-Math-7B", "folder or hub name of a causal LM, or tiny (paper: one of five)")
     dataset: str = arg("deepscaler", "training problems: a name or a file, see README (not published; ours)")
-    eval_dataset: str = arg("math500", "held-out problems")
+    eval_dataset: str = arg("math500", "held-out problems (not published; ours)")
     steps: int = arg(4096, "updates in all, U (paper)")
     stages: int = arg(4, "rollouts in all, S, each for steps / stages updates, mu (paper)")
     prompts_per_step: int = arg(64, "prompts per update, over all processes (not published; ours)")
@@ -94,8 +96,8 @@ class Config:
     max_prompt_tokens: int = arg(1024, "longer prompts are dropped, never cut")
     max_new_tokens: int = arg(2560, "completion length limit (not published; ours)")
     temperature: float = arg(1.0, "sampling temperature, in training and evaluation (papers: 1)")
-    lr: float = arg(1e-6, "AdamW learning rate (DeepSeekMath, DAPO: 1e-6)")
-    lr_schedule: Literal["constant", "linear", "cosine"] = arg("constant", "after warm-up (DAPO: constant)")
+    lr: float = arg(1e-6, "AdamW learning rate (not published; ours)")
+    lr_schedule: Literal["constant", "linear", "cosine"] = arg("constant", "after warm-up (not published; ours)")
     warmup_steps: int = arg(10, "steps of linear learning-rate warm-up (not published; ours)")
     beta1: float = arg(0.9, "AdamW beta 1 (not published; ours)")
     beta2: float = arg(0.95, "AdamW beta 2 (not published; ours)")
@@ -260,7 +262,7 @@ def main():
             engine.wake()
             stage_rollout = engine.generate([prompts[order[place]] for place in places.flatten()], cfg.group_size,
                                             cfg.max_new_tokens, cfg.temperature, seeds)
-            engine.sleep()
+        engine.sleep()      # on later steps too: an evaluation or a resume inside a stage leaves it awake
         rollout = stage_rollout.select(torch.arange(len(stage_rollout.texts)).chunk(length)[staleness])
         clock.lap("rollout_s")
 
@@ -337,6 +339,5 @@ if __name__ == "__main__":
         main()
     except common.UserError as error:       # one sentence, no traceback, exit status 1, on every process
         raise SystemExit(f"error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():       # after success only: with a failed peer, NCCL's own end may wait forever
+        dist.destroy_process_group()

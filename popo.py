@@ -45,7 +45,8 @@ differ little, so the default weights are nearly uniform (see max_weight).
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 popo.py ...  # on each node
     python popo.py --resume runs/NAME                                             # go on from the last checkpoint
 
-Logged besides what every file logs (README), 0 where a coefficient of 0 skips a term:
+Logged besides what every file logs (README), 0 where a coefficient of 0 skips a term; anchor_distance is then left out,
+as is engine_gap on a step without positives:
     positives        share of completions with a reward above 0
     active_prompts   number of prompts with a positive
     nll              L_NLL
@@ -276,6 +277,7 @@ def main():
         torch.cuda.set_device(device)
     if world_size > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=1))
+
     model_name = common.resolve_model(cfg.model)
     tokenizer = common.load_tokenizer(model_name)
     torch.manual_seed(common.stream_seed(cfg.seed, "predictor"))        # every process starts with the same predictor
@@ -396,6 +398,5 @@ if __name__ == "__main__":
         main()
     except common.UserError as error:       # one sentence, no traceback, exit status 1, on every process
         raise SystemExit(f"error: {error}")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():       # after success only: with a failed peer, NCCL's own end may wait forever
+        dist.destroy_process_group()

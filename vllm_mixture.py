@@ -1,6 +1,7 @@
 """vllm_mixture.py: what vLLM needs to sample from the averaged logits of two models (logit_avg_grpo.py)."""
 
 import copy
+import os
 
 import torch
 from torch import nn
@@ -57,6 +58,8 @@ class VLLMMixtureEngine(VLLMEngine):
     def __init__(self, model_name, ref_name, tokenizer, cfg, device, ref_weight):
         from vllm import ModelRegistry
 
+        # Of two halves of one class, the second would load the compiled code of the first, with its KV cache's name.
+        os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
         ModelRegistry.register_model("MixtureForCausalLM", MixtureForCausalLM)
         policy, reference = load_model(model_name), load_model(ref_name)
         shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in (policy, reference)]

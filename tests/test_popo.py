@@ -282,7 +282,7 @@ def test_every_equation_tag_stands_in_docstring_and_code():
 
 def test_every_metric_of_its_own_is_explained():
     own = set(re.findall(r'"(\w+)": (?!0)', inspect.getsource(popo.main).split("metrics |= ")[1].split("}")[0]))
-    assert {name for name in own | {"anchor_distance"} if name not in popo.__doc__} <= {"loss", "grad_norm", "lr"}
+    assert {name for name in own | {"anchor_distance"} if name not in popo.__doc__} <= {"loss", "grad_norm"}
 
 
 def run(monkeypatch, folder, *flags):
