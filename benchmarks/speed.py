@@ -2,10 +2,11 @@
 
     python benchmarks/speed.py                                # the built-in model, grpo.py alone, by phase
     python benchmarks/speed.py --trl                          # and TRL, installed into .venv-trl on first use
-    python benchmarks/speed.py --trl --model FOLDER --prompts 4 --new_tokens 128 --random_reward --steps 3 --file F.jsonl
+    python benchmarks/speed.py --trl --model FOLDER --file F.jsonl --prompts 4 --group 4 --new_tokens 128 \\
+        --random_reward --steps 2 --repeats 1
 
 Both do the same work: prompts x group completions of up to new_tokens, one update on all of them, token-mean loss with
-clip 0.2 / 0.28, no KL, AdamW, float32 on a CPU, no gradient checkpointing. They run one after the other, twice, so that
+clip 0.2 / 0.28, no KL, AdamW at 1e-6, float32 on a CPU, no gradient checkpointing. They run one after the other, twice, so that
 a noisy machine shows. --random_reward gives every group signal: then no row is left out of the update, as in TRL.
 """
 
@@ -74,6 +75,7 @@ def run_ours(args):
         sys.argv = ["grpo.py", "--model", args.model, "--dataset", args.file, "--eval_dataset", args.file,
                     "--prompts_per_step", str(args.prompts), "--group_size", str(args.group),
                     "--max_new_tokens", str(args.new_tokens), "--steps", str(args.steps + 1), "--eval_every", "100000",
+                    "--lr", "1e-6", "--lr_schedule", "constant", "--max_prompt_tokens", str(args.prompt_tokens),
                     "--eval_problems", "1", "--run_dir", f"{folder}/run"]
         grpo.main()
     (first, before, _), (last, after, _) = completed[1], completed[-1]      # the first step warms up
@@ -95,7 +97,7 @@ def run_trl(args):
     import common
     name = common.resolve_model(args.model)
     tokenizer = common.load_tokenizer(name)
-    problems = common.load_problems(args.file, "train")
+    problems, _ = common.encode_prompts(common.load_problems(args.file, "train"), tokenizer, args.prompt_tokens)
     rows = [{"prompt": tokenizer.decode(common.encode_prompt(p, tokenizer)), "answer": p.answer} for p in problems]
     lengths, times = [], []
 
@@ -128,7 +130,8 @@ def trl_python():
     python = ROOT / ".venv-trl" / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", ROOT / ".venv-trl"], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "-r", ROOT / "requirements-cpu.txt", "trl==1.16.0"], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "-r", ROOT / "requirements-cpu.txt", "trl==1.16.0"],
+                       check=True)
     return python
 
 
@@ -139,6 +142,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new_tokens", type=int, default=96)
+    parser.add_argument("--prompt_tokens", type=int, default=512, help="longer prompts are left out")
     parser.add_argument("--steps", type=int, default=20, help="timed steps, after one to warm up")
     parser.add_argument("--random_reward", action="store_true")
     parser.add_argument("--trl", action="store_true", help="measure TRL too")
