@@ -277,3 +277,23 @@ def test_each_epoch_visits_every_problem_once():
     assert sorted(seen[:10]) == sorted(seen[10:20]) == list(range(10)) and seen[:10] != seen[10:20]
     assert common.data_order(3, 8, 0, seed=0) != common.data_order(3, 8, 0, seed=1)
     assert os.environ.get("RANK") is None
+
+
+def test_an_empty_resume_is_no_fresh_run():
+    with pytest.raises(common.UserError, match="name a run's folder"):
+        common.parse_config(grpo.Config, grpo.TINY, ["--resume="])
+
+
+def test_a_checkpoint_that_names_a_temperature_is_exported(tiny, tmp_path):
+    model = common.load_model(tiny[0])
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    common.export(model, tiny[1], tmp_path / "final", torch.bfloat16)
+    config = json.loads((tmp_path / "final" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "final").dtype == torch.bfloat16
+
+
+def test_a_machine_without_git_can_train(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    main(monkeypatch, *SHORT, "--steps", 1, "--run_dir", tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["git_commit"] == ""
