@@ -178,7 +178,7 @@ def tiny_tokenizer():
 
 
 def tiny_model(steps=700, rows=64, lr=4e-3):
-    """The folder of the built-in model: pre-trained at first use (half a minute on two cores), then cached.
+    """The folder of the built-in model: pre-trained at first use (40 s on one core), then cached.
 
     A Qwen2 of 134k parameters. Its initializer range decides everything: at transformers' default of 0.02 it learns
     nothing useful in this time. It learns from texts of mixed quality, as the web is: half of them guess the answer
