@@ -832,7 +832,9 @@ class RunLog:
         if self.rank == 0:
             try:
                 self.prepare(algorithm, world_size)
-            except (OSError, UserError, ImportError) as error:
+            except ImportError as error:
+                problem = f"{error.name} is not installed: pip install it, or leave --tensorboard and --wandb out."
+            except (OSError, UserError) as error:
                 problem = f"--run_dir {self.dir}: {error}."
         self.dir, problem = all_gather((self.dir, problem))[0]
         agree(problem)
@@ -842,6 +844,10 @@ class RunLog:
 
     def prepare(self, algorithm, world_size):
         """Make the folder, or cut the logs of a resumed run back to its checkpoint."""
+        if self.cfg.tensorboard:        # first, so that a missing package leaves no folder behind
+            from torch.utils.tensorboard import SummaryWriter
+        if self.cfg.wandb:
+            import wandb
         if self.cfg.resume:
             start, _ = latest_checkpoint(self.dir)
             for path in (self.dir / "metrics.jsonl", self.dir / "samples.jsonl"):
@@ -862,11 +868,9 @@ class RunLog:
                       "versions": versions, "processes": world_size, "device": device}
             (self.dir / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         if self.cfg.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter       # pip install tensorboard
             board = SummaryWriter(self.dir)
             self.writers.append(lambda step, metrics: [board.add_scalar(k, v, step) for k, v in metrics.items()])
         if self.cfg.wandb:
-            import wandb                                            # pip install wandb
             wandb.init(project="rlvr", name=self.dir.name, id=self.dir.name, resume="allow", config=asdict(self.cfg))
             self.writers.append(lambda step, metrics: wandb.log(metrics, step=step))
 

@@ -270,6 +270,7 @@ def test_optional_loggers_are_named_when_missing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(common.UserError, match="wandb"):
         main(monkeypatch, *SHORT, "--wandb", "--run_dir", tmp_path / "w")
+    assert not (tmp_path / "w").exists()
 
 
 def test_each_epoch_visits_every_problem_once():
