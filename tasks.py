@@ -28,12 +28,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import sympy
-from antlr4.atn.ParserATNSimulator import ParserATNSimulator, PredictionMode
-from latex2sympy2_extended import NormalizationConfig
-from math_verify import LatexExtractionConfig, parse, verify
-from math_verify.errors import TimeoutException
-from sympy.core.relational import Relational
+try:
+    import sympy
+    from antlr4.atn.ParserATNSimulator import ParserATNSimulator, PredictionMode
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify.errors import TimeoutException
+    from sympy.core.relational import Relational
+except ImportError:     # answers that are plain integers, as the built-in task's, need none of these
+    sympy = None
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)    # it would warn that its own timeouts are off
 
@@ -369,7 +372,6 @@ def extract_answer(text):
 
 # -- different spellings of an answer are brought to one form
 
-ORDERED = (sympy.Tuple, sympy.Interval)
 MAX_LENGTH = 2000  # characters; longer answers are only compared as plain integers
 UNICODE = str.maketrans({
     "−": "-", "–": "-", "∞": r"\infty ", "π": r"\pi ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/",
@@ -440,8 +442,6 @@ def _normalise(text):
 # -- two answers are compared
 
 RELATIVE_TOLERANCE = 2e-6  # a decimal against a value that has no finite decimal: six digits, as in 0.333333 for 1/3
-CONFIG = NormalizationConfig(malformed_operators=True, nits=True, boxed="last")  # units stay off: we handle them
-PARSER = LatexExtractionConfig(boxed_match_priority=0, normalization_config=CONFIG)
 # Number bases, clock times, ellipses and words are compared as text: as mathematics they would lose their meaning.
 LITERAL = re.compile(r"\d_|[A-F]{2,}_|:\d\d(?!\d)|:.*:|\\[lc]?dots|^(?:no|on)$", re.IGNORECASE)
 WORDS = re.compile(r"[a-zA-Z][a-zA-Z0-9 .,'()?!-]*")
@@ -479,6 +479,13 @@ def _quick(gold, answer):
     return None
 
 
+@lru_cache(maxsize=1)
+def _parser():
+    """math-verify's parser of LaTeX. Its handling of units stays off: units are gone by then."""
+    rules = NormalizationConfig(malformed_operators=True, nits=True, boxed="last")
+    return LatexExtractionConfig(boxed_match_priority=0, normalization_config=rules)
+
+
 @lru_cache(maxsize=4096)
 def _expression(core):
     """Parse with math-verify; None if that fails. Decimals become exact fractions, i the imaginary unit."""
@@ -486,7 +493,7 @@ def _expression(core):
     for mode in (PredictionMode.SLL, PredictionMode.LL):  # ANTLR's fast mode first: it is right or it fails
         if isinstance(expr, str):
             ParserATNSimulator.predictionMode = property(lambda self: mode, lambda self, value: None)
-            expr = next(iter(parse(rf"\boxed{{{core}}}", (PARSER,), parsing_timeout=None)), "")
+            expr = next(iter(parse(rf"\boxed{{{core}}}", (_parser(),), parsing_timeout=None)), "")
     if isinstance(expr, str):
         return None
     if isinstance(expr, sympy.Eq) and isinstance(expr.rhs, (sympy.Set, sympy.Tuple)):
@@ -521,7 +528,8 @@ def _equal(gold_core, answer_core, scale=1):
         # math-verify drops tiny differences, so ask once more without any rounding.
         return verify(gold, answer, timeout_seconds=None) and gold.equals(answer) is not False
     in_braces = gold_core.startswith(r"\{"), answer_core.startswith(r"\{")
-    if in_braces != (False, False) and isinstance(gold, ORDERED) != isinstance(answer, ORDERED):
+    ordered = [isinstance(side, (sympy.Tuple, sympy.Interval)) for side in (gold, answer)]
+    if in_braces != (False, False) and ordered[0] != ordered[1]:
         return False  # \{1, 2\} is neither the pair nor the interval (1, 2)
     return verify(gold, answer, numeric_precision=100, timeout_seconds=None, allow_set_relation_comp=True)
 
@@ -598,6 +606,8 @@ def _serve(pipe):
 
 def _start_worker():
     """Fork a worker off a clean server process that has this module loaded: quick, and safe where CUDA is in use."""
+    if sympy is None:
+        raise UserError("Answers other than plain integers need math-verify: pip install math-verify.")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     pipe, child_pipe = context.Pipe()

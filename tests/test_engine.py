@@ -132,6 +132,13 @@ def test_streams_differ_by_seed_step_and_prompt():
     assert len(seeds) == 2 * 9 * 9 and max(seeds) < 2 ** 63
 
 
+def test_a_tokenizer_without_a_stop_token_is_refused(tiny):
+    model, tokenizer = common.load_model(tiny[0]), common.load_tokenizer(tiny[0])
+    tokenizer.eos_token = model.config.eos_token_id = model.generation_config.eos_token_id = None
+    with pytest.raises(common.UserError, match="no stop token"):
+        HFEngine(model, tokenizer)
+
+
 def test_every_stop_token_ends_a_row_once(tiny):
     model = common.load_model(tiny[0])
     model.generation_config.eos_token_id = [1, 2]       # the newline ends it too
