@@ -54,11 +54,10 @@ def read(folder):
                          for phase in ("rollout_s", "reward_s", "update_s", "scaffold_s", "sync_s")}
 
 
-def mean_ci(values):
-    """Mean and half width of its 95% interval over seeds."""
-    n = len(values)
-    half = T_95.get(n, 1.96) * statistics.stdev(values) / math.sqrt(n) if n > 1 else math.nan
-    return statistics.mean(values), half
+def mean_ci(values, sign=""):
+    """The mean over seeds as text, with the half width of its 95% interval where there are several."""
+    n, text = len(values), f"{statistics.mean(values):{sign}.3f}"
+    return text if n == 1 else f"{text} +- {T_95.get(n, 1.96) * statistics.stdev(values) / math.sqrt(n):.3f}"
 
 
 def table(curves, seconds, steps, seeds):
@@ -66,15 +65,14 @@ def table(curves, seconds, steps, seeds):
     def final(algorithm, terms, at=steps):
         return [statistics.mean(curves[algorithm, seed][at, t] for t in terms) for seed in seeds]
 
-    lines = [f"{len(seeds)} seeds, {steps} steps, held-out pass@1 at temperature 1, mean +- 95% interval over seeds.", "",
-             "| file | before, 2-6 terms | after, 2-6 | against grpo.py, paired | 7-8 | 9-10, never trained on | s a run |",
+    lines = [f"Seeds: {len(seeds)}. {steps} steps, held-out pass@1 at temperature 1, +- 95% interval over seeds.", "",
+             "| file | before, 2-6 terms | after, 2-6 | against grpo.py, paired | 7-8 | 9-10, not trained on | s a run |",
              "|---|---|---|---|---|---|---|"]
     for algorithm in ALGORITHMS:
-        cells = [f"{mean_ci(final(algorithm, TRAINED, 0))[0]:.3f}"]
-        cells.append("{:.3f} +- {:.3f}".format(*mean_ci(final(algorithm, TRAINED))))
+        cells = [mean_ci(final(algorithm, TRAINED, 0)), mean_ci(final(algorithm, TRAINED))]
         pairs = [a - b for a, b in zip(final(algorithm, TRAINED), final("grpo", TRAINED))]
-        cells.append("-" if algorithm == "grpo" else "{:+.3f} +- {:.3f}".format(*mean_ci(pairs)))
-        cells += ["{:.3f} +- {:.3f}".format(*mean_ci(final(algorithm, terms))) for terms in (["7", "8"], ["9", "10"])]
+        cells.append("-" if algorithm == "grpo" else mean_ci(pairs, "+"))
+        cells += [mean_ci(final(algorithm, terms)) for terms in (["7", "8"], ["9", "10"])]
         cells.append(f"{statistics.mean(sum(seconds[algorithm, seed].values()) for seed in seeds):.0f}")
         lines.append(f"| {algorithm}.py | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -94,7 +92,8 @@ def draw(curves, steps, seeds, path):
         at = sorted({step for step, _ in curves[algorithm, seeds[0]]})
         runs = [[statistics.mean(curves[algorithm, seed][step, t] for t in TRAINED) for step in at] for seed in seeds]
         line, = axes.plot(at, [statistics.mean(column) for column in zip(*runs)], label=algorithm)
-        axes.fill_between(at, [min(c) for c in zip(*runs)], [max(c) for c in zip(*runs)], alpha=0.12, color=line.get_color())
+        low, high = [min(column) for column in zip(*runs)], [max(column) for column in zip(*runs)]
+        axes.fill_between(at, low, high, alpha=0.12, color=line.get_color())
     axes.set(xlabel="step", ylabel="held-out pass@1, 2 to 6 terms", xlim=(0, steps), ylim=(0.3, 1.0))
     axes.legend(ncols=2, fontsize=8)
     axes.grid(alpha=0.3)
@@ -128,11 +127,12 @@ def main():
         for run in runs:
             evaluations, seconds[run] = read(folder[run])
             curves[run] = {(step, terms): value for step, terms, value, _ in evaluations}
-            out.writerows([*run, step, terms, f"{value:.4f}", f"{length:.1f}"] for step, terms, value, length in evaluations)
+            out.writerows([*run, *row] for row in evaluations)
     config = json.loads((folder[runs[0]] / "config.json").read_text())
     text = table(curves, seconds, steps, seeds)
     text += (f"\nCommit {config['git_commit'][:10]}, torch {config['versions']['torch']}, {config['device']}, "
-             f"{args.jobs} runs at a time with a thread each. `python benchmarks/compare.py`\n")
+             f"{args.jobs} runs at a time with a thread each. "
+             f"`python benchmarks/compare.py --seeds {len(seeds)} --jobs {args.jobs}`\n")
     (results / "compare.md").write_text(text)
     draw(curves, steps, list(seeds), results / "compare.png")
     print("\n" + text)
