@@ -20,7 +20,6 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import random
 import re
 import shutil
@@ -79,13 +78,14 @@ def parse_config(config_class, tiny, argv=None):
         if len(argv) != (1 if "=" in argv[0] else 2):
             raise UserError("--resume takes every setting from the run's config.json: drop the other flags.")
         return load_run_config(config_class, named.resume)
-    unnamed = named.model is None and named.dataset is None and not torch.cuda.is_available()
+    unnamed = named.model is None and named.dataset is None
     arithmetic_only = named.model is None and (named.dataset or "").startswith("arithmetic")
-    use_tiny = unnamed or arithmetic_only or named.model == "tiny"
+    use_tiny = (unnamed and not torch.cuda.is_available()) or arithmetic_only or named.model == "tiny"
     parser.set_defaults(**{**published, **(tiny if use_tiny else {})})
     if unnamed:
-        print0("No CUDA device, so the built-in task runs: --model tiny --dataset arithmetic. To run the published "
-               f"setting, name it: --model {published['model']} --dataset {published['dataset']}.")
+        which = "No CUDA device, so the built-in task" if use_tiny else "CUDA found, so the published setting"
+        print0(f"{which} runs. To choose: --model tiny for the built-in task; for the published setting "
+               f"--model {published['model']} --dataset {published['dataset']}.")
     return config_class(**vars(parser.parse_args(argv)))
 
 
@@ -862,7 +862,7 @@ class RunLog:
             git = shutil.which("git") and subprocess.run(
                 ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-            versions = {"python": platform.python_version(), "torch": torch.__version__,
+            versions = {"python": sys.version.split()[0], "torch": torch.__version__,
                         "transformers": transformers.__version__}
             record = {"algorithm": algorithm, **asdict(self.cfg), "git_commit": git.stdout.strip() if git else "",
                       "versions": versions, "processes": world_size, "device": device}

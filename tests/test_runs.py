@@ -161,7 +161,7 @@ def test_false_is_false():
     assert cfg.normalize_std is False and cfg.steps == grpo.TINY["steps"] and cfg.dataset == "arithmetic"
 
 
-def test_which_settings_apply(monkeypatch):
+def test_which_settings_apply(monkeypatch, capsys):
     def settings(*argv):
         cfg = common.parse_config(grpo.Config, grpo.TINY, list(argv))
         return cfg.model, cfg.dataset, cfg.lr
@@ -172,6 +172,7 @@ def test_which_settings_apply(monkeypatch):
     assert settings("--model", published[0]) == published == settings("--dataset", "gsm8k")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert settings() == published and settings("--model", "tiny") == tiny
+    assert "CUDA found, so the published setting runs" in capsys.readouterr().out
 
 
 def test_a_run_is_not_overwritten(monkeypatch, runs):
