@@ -1,14 +1,20 @@
-"""All seven algorithms on the built-in task, side by side, over several seeds: learning curves, difficulty, a table.
+"""All seven algorithms on the built-in task, side by side: what they learn, what it costs, and how sure that is.
 
-    python benchmarks/compare.py                    # 5 seeds, 35 runs, two at a time; broken off, it goes on next time
-    python benchmarks/compare.py --quick            # 1 seed, 60 steps: does it work?
+    python benchmarks/compare.py                    # 5 seeds, two runs at a time: under an hour on two cores
+    python benchmarks/compare.py --quick            # does it work? 1 seed, 40 steps, five minutes
 
-The same base, the same problems in the same order per seed (16 prompts x 8 completions a step, chains of 2 to 8 terms),
-the same 300 steps and the same held-out problems of 2 to 10 terms, of which 9 and 10 are never trained on. Each file
-runs through its command line with its own TINY settings otherwise: learning rates were set by hand per file, on the
-same task, so the differences between files are not free of that choice.
+Broken off, it goes on next time where it was. Three stages, each through the files' own command lines:
 
-Writes benchmarks/results/compare.csv (every evaluation), compare.md (the table) and compare.png (needs matplotlib).
+    1. the grid   Each file is trained with each learning rate of LRS on problems and seeds of its own, which nothing
+                  else uses. The rate with the best held-out accuracy is the file's rate from then on.
+    2. training   Each file, five seeds. The same base; per seed the same problems (2 to 8 terms) in the same order;
+                  equal prompts, completions and steps; the same held-out problems of 2 to 10 terms every 25 steps.
+    3. pass@k     The base and each final policy answer the held-out problems 32 times (eval.py).
+
+All settings but these are the file's TINY. Nothing was chosen by looking at 9 and 10 terms, which are never trained on.
+
+Writes into benchmarks/results/: compare_grid.csv, compare.csv (every evaluation), compare_pass_at_k.csv, compare.md (the
+tables) and compare.png (needs matplotlib). With --quick they stay under runs/compare-quick/.
 """
 
 import argparse
@@ -16,70 +22,230 @@ import csv
 import json
 import math
 import os
+import platform
+import random
 import statistics
 import subprocess
 import sys
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
+
+from eval import pass_at_k  # noqa: E402
+from tasks import arithmetic_problem, arithmetic_problems  # noqa: E402
+
 ALGORITHMS = ("grpo", "logit_avg_grpo", "mu_grpo", "conspo", "lpo", "lspo", "popo")
-TRAINED = [str(terms) for terms in range(2, 7)]     # the terms of "held-out pass@1" elsewhere
+LRS, GRID_SEEDS, GRID_STEPS = ("1e-4", "3e-4", "1e-3"), (100, 101), 200
+KS = (1, 2, 4, 8, 16, 32)
+PHASES = {"rollout_s": "rollout", "reward_s": "reward", "update_s": "update", "scaffold_s": "scaffold", "sync_s": "sync"}
+RANGES = {"2-6": range(2, 7), "7-8": range(7, 9), "9-10": range(9, 11)}
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}      # Student's t for n seeds
 
 
-def train(algorithm, seed, steps, folder):
-    """One run through the command line. A finished one is left as it is, a broken-off one goes on."""
-    if (folder / "final").exists():
-        return
-    flags = ["--model", "tiny", "--dataset", "arithmetic:2-8", "--eval_dataset", "arithmetic:2-10", "--steps", steps,
-             "--prompts_per_step", 16, "--group_size", 8, "--eval_problems", 400, "--eval_samples", 2, "--eval_every",
-             min(25, steps), "--save_every", 100, "--seed", seed, "--run_dir", folder]
-    if (folder / "config.json").exists():
-        flags = ["--resume", folder]
-    done = subprocess.run([sys.executable, f"{algorithm}.py", *map(str, flags)], cwd=ROOT, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+# --- running --------------------------------------------------------------------------------------------------------
+
+def command(script, *flags):
+    """One command of the repository on one thread; its output if it fails."""
+    done = subprocess.run([sys.executable, script, *map(str, flags)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode:
-        raise SystemExit(f"{algorithm}, seed {seed}:\n{done.stdout[-2000:]}")
+        raise SystemExit(f"{script} {' '.join(map(str, flags))}\n{done.stdout[-2000:]}")
 
 
-def read(folder):
-    """(evaluations [(step, terms, pass@1, length)], seconds of each phase) of a finished run."""
-    rows = [json.loads(line) for line in open(folder / "metrics.jsonl")]
-    evaluations = [(row["step"], key.partition("/")[2], row[key], row["length"])
-                   for row in rows for key in row if key.startswith("eval_pass@1/")]
-    return evaluations, {phase: sum(row.get(phase, 0.0) for row in rows[1:])
-                         for phase in ("rollout_s", "reward_s", "update_s", "scaffold_s", "sync_s")}
+def train(script, folder, *flags):
+    """A run to its end: a finished one is left as it is, a broken-off one goes on."""
+    if (folder / "config.json").exists():
+        if not (folder / "final").exists():
+            command(script, "--resume", folder)
+    else:
+        command(script, "--model", "tiny", "--prompts_per_step", 16, "--group_size", 8, "--save_every", 100,
+                "--run_dir", folder, *flags)
 
 
-def mean_ci(values, sign=""):
-    """The mean over seeds as text, with the half width of its 95% interval where there are several."""
-    n, text = len(values), f"{statistics.mean(values):{sign}.3f}"
-    return text if n == 1 else f"{text} +- {T_95.get(n, 1.96) * statistics.stdev(values) / math.sqrt(n):.3f}"
+def run_all(title, jobs, at_a_time):
+    """Calls of `train` or `command`, given as (name, function, *arguments), with a progress line each."""
+    began = time.time()
+    with ThreadPoolExecutor(at_a_time) as pool:
+        for n, (job, _) in enumerate(zip(jobs, pool.map(lambda job: job[1](*job[2:]), jobs)), 1):
+            left = (time.time() - began) / n * (len(jobs) - n) / 60
+            print(f"{title} {n}/{len(jobs)}  {job[0]}   about {left:.0f} min left", flush=True)
 
 
-def table(curves, seconds, steps, seeds):
-    """The summary as markdown; differences from GRPO are paired by seed."""
-    def final(algorithm, terms, at=steps):
-        return [statistics.mean(curves[algorithm, seed][at, t] for t in terms) for seed in seeds]
+def tuning_problems(folder):
+    """Writes the grid's own problems, 3 to 8 terms, none of which the comparison has: (train file, test file)."""
+    used = {p.prompt for name, split in (("arithmetic:2-8", "train"), ("arithmetic:2-10", "test"))
+            for p in arithmetic_problems(name, split)}
+    rng, rows = random.Random("compare.py, the grid"), {"train": [], "test": []}
+    for _ in range(1200):
+        for terms in range(3, 9):
+            problem = arithmetic_problem(rng, terms)
+            # The checksum is tasks.py's: pre-training has not seen the quarter that is held out.
+            split = "test" if zlib.crc32(problem.prompt.encode()) % 4 == 0 else "train"
+            if problem.prompt not in used:
+                used.add(problem.prompt)
+                rows[split].append({"problem": problem.prompt, "answer": problem.answer, "solution": problem.solution,
+                                    "level": problem.level})
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in rows:
+        (folder / f"tune-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[split]))
+    return folder / "tune-train.jsonl", folder / "tune-test.jsonl"
 
-    lines = [f"Seeds: {len(seeds)}. {steps} steps, held-out pass@1 at temperature 1, +- 95% interval over seeds.", "",
-             "| file | before, 2-6 terms | after, 2-6 | against grpo.py, paired | 7-8 | 9-10, not trained on | s a run |",
-             "|---|---|---|---|---|---|---|"]
+
+def choose_rates(args):
+    """{algorithm: learning rate} and the grid's rows (algorithm, lr, seed, pass@1 on 3 to 6 terms)."""
+    train_file, test_file = tuning_problems(args.runs)
+    runs = [(algorithm, lr, seed) for seed in GRID_SEEDS for lr in LRS for algorithm in ALGORITHMS]
+    folders = {run: args.runs / "grid-{}-{}-{}".format(*run) for run in runs}
+    run_all("grid", [(f"{run[0]}, lr {run[1]}, seed {run[2]}", train, f"{run[0]}.py", folders[run], "--dataset",
+                      train_file, "--eval_dataset", test_file, "--steps", GRID_STEPS, "--eval_every", GRID_STEPS,
+                      "--eval_problems", 400, "--eval_samples", 4, "--lr", run[1], "--seed", run[2])
+                     for run in runs], args.jobs)
+    rows = []
+    for run in runs:
+        last = json.loads((folders[run] / "metrics.jsonl").read_text().splitlines()[-1])
+        rows.append((*run, statistics.mean(last[f"eval_pass@1/{terms}"] for terms in range(3, 7))))
+
+    def score(algorithm, lr):
+        return statistics.mean(row[3] for row in rows if row[:2] == (algorithm, lr))
+    return {algorithm: max(LRS, key=lambda lr: score(algorithm, lr)) for algorithm in ALGORITHMS}, rows
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+class Run:
+    """A finished run: curve {(step, terms): pass@1}, length {step: mean tokens since the last evaluation}, seconds
+    {phase: s}, seconds_to {step: s of training so far}."""
+
+    def __init__(self, folder):
+        rows = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+        self.curve, self.length, self.seconds_to = {}, {}, {}
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        lengths = []
+        for row in rows:
+            if row["step"] > 0:         # row 0 describes the evaluation of the base
+                lengths.append(row["length"])
+                for phase in PHASES:
+                    self.seconds[phase] += row.get(phase, 0.0)
+            for key in row:
+                if key.startswith("eval_pass@1/"):
+                    self.curve[row["step"], int(key.partition("/")[2])] = row[key]
+                    self.seconds_to[row["step"]] = sum(self.seconds.values())
+                    self.length[row["step"]] = statistics.mean(lengths) if lengths else row["length"]
+            if "eval_pass@1" in row:
+                lengths = []
+
+    def accuracy(self, step, terms=RANGES["2-6"]):
+        return statistics.mean(self.curve[step, t] for t in terms)
+
+    def time_to(self, target):
+        """(step, seconds) of the first evaluation with at least this accuracy on 2 to 6 terms, or None."""
+        reached = [step for step in sorted(self.seconds_to) if self.accuracy(step) >= target]
+        return (reached[0], self.seconds_to[reached[0]]) if reached else None
+
+
+def read_pass_at_k(path):
+    """{(terms, k): pass@k} of a JSON that eval.py wrote."""
+    report = json.loads(path.read_text())["arithmetic:2-10"]
+    levels = [int(problem.level) for problem in arithmetic_problems("arithmetic:2-10", "test")][:report["problems"]]
+    return {(terms, k): statistics.mean(pass_at_k(report["samples"], c, k)
+                                        for level, c in zip(levels, report["correct"]) if level == terms)
+            for terms in range(2, 11) for k in KS}
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+def half_width(values):
+    """Half the 95% interval of a mean over seeds, by Student's t; nan for one seed."""
+    if len(values) == 1:
+        return math.nan
+    return T_95.get(len(values), 1.96) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def mean_ci(values, form=".3f"):
+    """Their mean as text, with ± half the 95% interval where there are several."""
+    text = f"{statistics.mean(values):{form}}"
+    return text if len(values) == 1 else f"{text} ± {half_width(values):{form.lstrip('+')}}"
+
+
+def verdict(differences):
+    """What a paired difference from grpo.py allows to say."""
+    if len(differences) == 1:
+        return "one seed: none"
+    mean, half = statistics.mean(differences), half_width(differences)
+    return "none: the interval holds 0" if abs(mean) <= half else "better" if mean > 0 else "worse"
+
+
+def markdown(header, rows):
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (header, ["---"] * len(header), *rows))
+
+
+def tables(args, rates, grid, runs, passes, config):
+    """compare.md."""
+    seeds, steps = range(args.seeds), args.steps
+
+    def over(algorithm, value):
+        return [value(algorithm, seed) for seed in seeds]
+
+    def final(algorithm, terms, k=1):
+        return over(algorithm, lambda a, seed: statistics.mean(passes[a, seed][t, k] for t in terms))
+
+    base = {name: statistics.mean(passes["base"][t, 1] for t in terms) for name, terms in RANGES.items()}
+    rows = [["base", "", *(f"{base[name]:.3f}" for name in RANGES), "", "", ""]]
     for algorithm in ALGORITHMS:
-        cells = [mean_ci(final(algorithm, TRAINED, 0)), mean_ci(final(algorithm, TRAINED))]
-        pairs = [a - b for a, b in zip(final(algorithm, TRAINED), final("grpo", TRAINED))]
-        cells.append("-" if algorithm == "grpo" else mean_ci(pairs, "+"))
-        cells += [mean_ci(final(algorithm, terms)) for terms in (["7", "8"], ["9", "10"])]
-        cells.append(f"{statistics.mean(sum(seconds[algorithm, seed].values()) for seed in seeds):.0f}")
-        lines.append(f"| {algorithm}.py | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        against = [a - b for a, b in zip(final(algorithm, RANGES["2-6"]), final("grpo", RANGES["2-6"]))]
+        reached = [run.time_to(0.8) for run in (runs[algorithm, seed] for seed in seeds)]
+        times = [f"{statistics.mean(r[1] for r in reached if r):.0f} s" if any(reached) else "",
+                 f"({sum(r is not None for r in reached)} of {len(reached)})"]
+        rows.append([f"{algorithm}.py", rates[algorithm], *(mean_ci(final(algorithm, terms)) for terms in RANGES.values()),
+                     "-" if algorithm == "grpo" else mean_ci(against, "+.3f"),
+                     "-" if algorithm == "grpo" else verdict(against), " ".join(times).strip()])
+    parts = [f"`python benchmarks/compare.py --seeds {args.seeds} --steps {steps} --jobs {args.jobs}`: commit "
+             f"{config['git_commit'][:10]}, torch {config['versions']['torch']}, transformers "
+             f"{config['versions']['transformers']}, Python {platform.python_version()}, {config['device']}, {args.jobs} "
+             "runs at a time with a thread each. ± is half a 95% interval over seeds (Student's t).",
+             "## After training",
+             f"Held-out pass@1 at temperature 1 after {steps} steps of 16 prompts x 8, from 32 samples a problem. Verdicts "
+             "rest on the paired difference on 2-6 terms; with six of them, one in four such tables would show a false one.",
+             markdown(["file", "learning rate", "2-6 terms", "7-8", "9-10, not trained on", "against grpo.py, paired",
+                       "verdict", "training time to 0.8"], rows),
+             "## pass@k",
+             "Over the difficulties trained on, 2 to 8 terms, and over 9 and 10.",
+             markdown(["policy", *(f"pass@{k}" for k in KS), "9-10: pass@1", "9-10: pass@32"],
+                      [["base", *(f"{statistics.mean(passes['base'][t, k] for t in range(2, 9)):.3f}" for k in KS),
+                        *(f"{statistics.mean(passes['base'][t, k] for t in RANGES['9-10']):.3f}" for k in (1, 32))],
+                       *([f"{a}.py", *(mean_ci(final(a, range(2, 9), k)) for k in KS),
+                          *(mean_ci(final(a, RANGES["9-10"], k)) for k in (1, 32))] for a in ALGORITHMS)]),
+             "## By difficulty",
+             "pass@1 before (base) and after, by the number of terms.",
+             markdown(["policy", *range(2, 11)],
+                      [["base", *(f"{passes['base'][t, 1]:.2f}" for t in range(2, 11))],
+                       *([f"{a}.py", *(f"{statistics.mean(final(a, [t])):.2f}" for t in range(2, 11))]
+                         for a in ALGORITHMS)]),
+             "## Seconds a step, by phase, and tokens a completion",
+             "Seconds depend on how long the answers become. Evaluations are not counted.",
+             markdown(["file", *PHASES.values(), "all", "tokens, last 25 steps"],
+                      [[f"{a}.py", *(f"{statistics.mean(over(a, lambda a, s: runs[a, s].seconds[p])) / steps:.3f}"
+                                     for p in PHASES),
+                        f"{statistics.mean(over(a, lambda a, s: sum(runs[a, s].seconds.values()))) / steps:.3f}",
+                        mean_ci(over(a, lambda a, s: runs[a, s].length[steps]), ".1f")] for a in ALGORITHMS])]
+    if grid:
+        scores = {a: [[row[3] for row in grid if row[:2] == (a, lr)] for lr in LRS] for a in ALGORITHMS}
+        parts += ["## The grid",
+                  f"Held-out pass@1 on 3-6 terms after {GRID_STEPS} steps, mean of seeds "
+                  f"{' and '.join(map(str, GRID_SEEDS))}, problems of its own. mu_grpo.py keeps its rate constant, popo.py "
+                  "too; the others let it fall to 0.",
+                  markdown(["file", *(f"lr {lr}" for lr in LRS)],
+                           [[f"{a}.py", *(f"{'**' * (lr == rates[a])}{statistics.mean(values):.3f}{'**' * (lr == rates[a])}"
+                                          for lr, values in zip(LRS, scores[a]))] for a in ALGORITHMS])]
+    return "\n\n".join(parts) + "\n"
 
 
-def draw(curves, steps, seeds, path):
-    """Learning curves, mean and range over seeds, on 2 to 6 terms."""
+def draw(args, runs, passes, path):
+    """Six panels: learning curves, difficulty, length, pass@k, time to 0.8, seconds by phase."""
     try:
         import matplotlib
         matplotlib.use("Agg")
@@ -87,18 +253,55 @@ def draw(curves, steps, seeds, path):
     except ImportError:
         print("no figure: pip install matplotlib")
         return
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for algorithm in ALGORITHMS:
-        at = sorted({step for step, _ in curves[algorithm, seeds[0]]})
-        runs = [[statistics.mean(curves[algorithm, seed][step, t] for t in TRAINED) for step in at] for seed in seeds]
-        line, = axes.plot(at, [statistics.mean(column) for column in zip(*runs)], label=algorithm)
-        low, high = [min(column) for column in zip(*runs)], [max(column) for column in zip(*runs)]
-        axes.fill_between(at, low, high, alpha=0.12, color=line.get_color())
-    axes.set(xlabel="step", ylabel="held-out pass@1, 2 to 6 terms", xlim=(0, steps), ylim=(0.3, 1.0))
-    axes.legend(ncols=2, fontsize=8)
-    axes.grid(alpha=0.3)
+    seeds = range(args.seeds)
+    figure, ((curves, difficulty, at_k), (length, reach, phases)) = pyplot.subplots(2, 3, figsize=(15, 8))
+    color = dict(zip(ALGORITHMS, pyplot.get_cmap("tab10").colors))
+
+    def band(axes, x, per_seed, algorithm, **style):
+        """Mean and range over seeds; per_seed: a list of values for each seed."""
+        columns = list(zip(*per_seed))
+        axes.plot(x, [statistics.mean(c) for c in columns], color=color[algorithm], label=f"{algorithm}.py", **style)
+        axes.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=color[algorithm], alpha=0.12, lw=0)
+
+    steps = sorted(runs["grpo", 0].length)
+    for a in ALGORITHMS:
+        of_seed = [runs[a, seed] for seed in seeds]
+        band(curves, steps, [[run.accuracy(step) for step in steps] for run in of_seed], a)
+        band(length, steps, [[run.length[step] for step in steps] for run in of_seed], a)
+        band(difficulty, range(2, 11), [[passes[a, seed][t, 1] for t in range(2, 11)] for seed in seeds], a)
+        band(at_k, KS, [[statistics.mean(passes[a, seed][t, k] for t in range(2, 9)) for k in KS] for seed in seeds], a)
+        for seed in seeds:
+            reached = runs[a, seed].time_to(0.8)
+            reach.plot(reached[1] if reached else 0, ALGORITHMS.index(a), "o" if reached else "x", color=color[a])
+    difficulty.plot(range(2, 11), [passes["base"][t, 1] for t in range(2, 11)], "k--", label="base")
+    at_k.plot(KS, [statistics.mean(passes["base"][t, k] for t in range(2, 9)) for k in KS], "k--", label="base")
+    left = [0.0] * len(ALGORITHMS)
+    for phase, name in PHASES.items():
+        width = [statistics.mean(runs[a, s].seconds[phase] for s in seeds) / args.steps for a in ALGORITHMS]
+        phases.barh(ALGORITHMS, width, left=left, label=name)
+        left = [a + b for a, b in zip(left, width)]
+    curves.set(title="held-out pass@1, 2 to 6 terms", xlabel="step", ylim=(0.3, 1))
+    difficulty.set(title="pass@1 by difficulty; 9 and 10 are not trained on", xlabel="terms", ylim=(0, 1))
+    at_k.set(title="pass@k, 2 to 8 terms", xlabel="k", xticks=KS)
+    at_k.set_xscale("log", base=2)
+    length.set(title="tokens a completion, in training", xlabel="step")
+    reach.set(title="training time to 0.8 on 2 to 6 terms; x at 0: never", xlabel="s", yticks=range(len(ALGORITHMS)),
+              yticklabels=ALGORITHMS)
+    phases.set(title="seconds a step", xlabel="s")
+    for axes in (reach, phases):
+        axes.invert_yaxis()
+    for axes in (curves, difficulty, at_k, length, reach, phases):
+        axes.grid(alpha=0.3)
+    difficulty.legend(fontsize=8)
+    phases.legend(fontsize=8)
+    figure.suptitle(f"Built-in task, {args.seeds} seed{'s' * (args.seeds > 1)}: mean and range")
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=100)
+
+
+def write_csv(path, header, rows):
+    with open(path, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
 
 
 def main():
@@ -106,35 +309,48 @@ def main():
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a core each")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare", help="where the runs are kept")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--quick", action="store_true", help="1 seed, 40 steps, no grid (lr 3e-4), few problems")
     args = parser.parse_args()
-    seeds, steps = (range(1), 60) if args.quick else (range(args.seeds), args.steps)
-    results = args.runs if args.quick else RESULTS
-    runs = [(algorithm, seed) for seed in seeds for algorithm in ALGORITHMS]
-    folder = {run: args.runs / f"{run[0]}-{steps}-{run[1]}" for run in runs}
-    began, finished = time.time(), 0
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for run, _ in zip(runs, pool.map(lambda run: train(*run, steps, folder[run]), runs)):
-            finished += 1
-            left = (time.time() - began) / finished * (len(runs) - finished)
-            print(f"{finished}/{len(runs)}  {run[0]}, seed {run[1]}   about {left / 60:.0f} min left", flush=True)
-    results.mkdir(parents=True, exist_ok=True)
-    curves, seconds = {}, {}
-    with open(results / "compare.csv", "w", newline="") as file:
-        out = csv.writer(file)
-        out.writerow(["algorithm", "seed", "step", "terms", "pass@1", "length"])
-        for run in runs:
-            evaluations, seconds[run] = read(folder[run])
-            curves[run] = {(step, terms): value for step, terms, value, _ in evaluations}
-            out.writerows([*run, *row] for row in evaluations)
-    config = json.loads((folder[runs[0]] / "config.json").read_text())
-    text = table(curves, seconds, steps, seeds)
-    text += (f"\nCommit {config['git_commit'][:10]}, torch {config['versions']['torch']}, {config['device']}, "
-             f"{args.jobs} runs at a time with a thread each. "
-             f"`python benchmarks/compare.py --seeds {len(seeds)} --jobs {args.jobs}`\n")
-    (results / "compare.md").write_text(text)
-    draw(curves, steps, list(seeds), results / "compare.png")
+    if args.quick:
+        args.seeds, args.steps, args.runs = 1, 40, args.runs.with_name("compare-quick")
+        args.results = args.runs
+    args.runs, args.results = args.runs.resolve(), args.results.resolve()       # the scripts start in ROOT
+    for folder in (args.runs, args.results):
+        folder.mkdir(parents=True, exist_ok=True)
+    problems, samples = (64, 32) if args.quick else (400, 32)
+
+    base = args.runs / "base.json"
+    command("eval.py", "--model", "tiny", "--dataset", "arithmetic:2-10", "--limit", problems, "--samples", samples, "--k",
+            ",".join(map(str, KS)), "--max_new_tokens", 96, "--out", base)        # pre-trains the base, too, once
+    rates, grid = (dict.fromkeys(ALGORITHMS, "3e-4"), []) if args.quick else choose_rates(args)
+    runs = [(algorithm, seed) for seed in range(args.seeds) for algorithm in ALGORITHMS]
+    folders = {run: args.runs / f"{run[0]}-{args.steps}-{rates[run[0]]}-{run[1]}" for run in runs}
+    run_all("training", [(f"{run[0]}, seed {run[1]}", train, f"{run[0]}.py", folders[run], "--dataset", "arithmetic:2-8",
+                          "--eval_dataset", "arithmetic:2-10", "--steps", args.steps, "--eval_every", min(25, args.steps),
+                          "--eval_problems", problems, "--eval_samples", 2, "--lr", rates[run[0]], "--seed", run[1])
+                         for run in runs], args.jobs)
+    reports = {run: folders[run] / "pass_at_k.json" for run in runs}
+    run_all("pass@k", [(f"{run[0]}, seed {run[1]}", command, "eval.py", "--model", folders[run], "--dataset",
+                        "arithmetic:2-10", "--limit", problems, "--samples", samples, "--k", ",".join(map(str, KS)),
+                        "--seed", run[1], "--out", reports[run])
+                       for run in runs if not reports[run].exists()], args.jobs)
+
+    config = json.loads((folders[runs[0]] / "config.json").read_text())
+    passes = {"base": read_pass_at_k(base)} | {run: read_pass_at_k(reports[run]) for run in runs}
+    runs = {run: Run(folders[run]) for run in runs}
+    if grid:
+        write_csv(args.results / "compare_grid.csv", ["algorithm", "lr", "seed", "pass@1 on 3-6 terms"], grid)
+    write_csv(args.results / "compare.csv", ["algorithm", "seed", "step", "terms", "pass@1", "length", "seconds"],
+              [(*name, step, terms, value, round(run.length[step], 2), round(run.seconds_to[step], 2))
+               for name, run in runs.items() for (step, terms), value in run.curve.items()])
+    write_csv(args.results / "compare_pass_at_k.csv", ["algorithm", "seed", "terms", "k", "pass@k"],
+              [(*(("base", "") if name == "base" else name), terms, k, round(value, 5))
+               for name, found in passes.items() for (terms, k), value in found.items()])
+    text = tables(args, rates, grid, runs, passes, config)
+    (args.results / "compare.md").write_text(text)
+    draw(args, runs, passes, args.results / "compare.png")
     print("\n" + text)
 
 
