@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 from eval import pass_at_k  # noqa: E402
 from tasks import arithmetic_problem, arithmetic_problems  # noqa: E402
 
+RESULTS = ROOT / "benchmarks" / "results"
 ALGORITHMS = ("grpo", "logit_avg_grpo", "mu_grpo", "conspo", "lpo", "lspo", "popo")
 LRS, GRID_SEEDS, GRID_STEPS = ("1e-4", "3e-4", "1e-3"), (100, 101), 200
 KS = (1, 2, 4, 8, 16, 32)
@@ -93,6 +94,12 @@ def tuning_problems(folder):
     for split in rows:
         (folder / f"tune-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[split]))
     return folder / "tune-train.jsonl", folder / "tune-test.jsonl"
+
+
+def settings(steps, problems, lr, seed):
+    """The flags of a run of stage 2."""
+    return ["--dataset", "arithmetic:2-8", "--eval_dataset", "arithmetic:2-10", "--steps", steps, "--eval_every",
+            min(25, steps), "--eval_problems", problems, "--eval_samples", 2, "--lr", lr, "--seed", seed]
 
 
 def choose_rates(args):
@@ -310,7 +317,7 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a core each")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare", help="where the runs are kept")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help="1 seed, 40 steps, no grid (lr 3e-4), few problems")
     args = parser.parse_args()
     if args.quick:
@@ -327,10 +334,8 @@ def main():
     rates, grid = (dict.fromkeys(ALGORITHMS, "3e-4"), []) if args.quick else choose_rates(args)
     runs = [(algorithm, seed) for seed in range(args.seeds) for algorithm in ALGORITHMS]
     folders = {run: args.runs / f"{run[0]}-{args.steps}-{rates[run[0]]}-{run[1]}" for run in runs}
-    run_all("training", [(f"{run[0]}, seed {run[1]}", train, f"{run[0]}.py", folders[run], "--dataset", "arithmetic:2-8",
-                          "--eval_dataset", "arithmetic:2-10", "--steps", args.steps, "--eval_every", min(25, args.steps),
-                          "--eval_problems", problems, "--eval_samples", 2, "--lr", rates[run[0]], "--seed", run[1])
-                         for run in runs], args.jobs)
+    run_all("training", [(f"{run[0]}, seed {run[1]}", train, f"{run[0]}.py", folders[run],
+                          *settings(args.steps, problems, rates[run[0]], run[1])) for run in runs], args.jobs)
     reports = {run: folders[run] / "pass_at_k.json" for run in runs}
     run_all("pass@k", [(f"{run[0]}, seed {run[1]}", command, "eval.py", "--model", folders[run], "--dataset",
                         "arithmetic:2-10", "--limit", problems, "--samples", samples, "--k", ",".join(map(str, KS)),

@@ -4,16 +4,23 @@
     python benchmarks/speed.py --trl                          # and TRL, installed into .venv-trl on first use
     python benchmarks/speed.py --trl --model FOLDER --file F.jsonl --prompts 4 --group 4 --new_tokens 128 \\
         --random_reward --steps 2 --repeats 1
+    python benchmarks/speed.py --scaling                      # time and memory against completions, length, model size
 
 Both do the same work: prompts x group completions of up to new_tokens, one update on all of them, token-mean loss with
 clip 0.2 / 0.28, no KL, AdamW at 1e-6, float32 on a CPU, no gradient checkpointing. They run one after the other, twice, so that
 a noisy machine shows. --random_reward gives every group signal: then no row is left out of the update, as in TRL.
+
+--scaling steps grpo.py alone, with random rewards, each line in a process of its own, and writes
+benchmarks/results/speed_scaling.md. Beside the built-in model it uses untrained ones that hardly ever stop, so that
+every completion has full length. The update's share of the peak is 6 FLOP for each token and parameter that it meets, over
+the seconds of log-probs and backward, over what matrix multiplication reaches in the same process on as many threads.
 """
 
 import argparse
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -22,7 +29,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+# --scaling's untrained models: parameters of the table, (width, layers, heads, key-value heads, MLP width), as SmolLM2
+SHAPES = {"4M": (64, 2, 2, 2, 256), "13M": (192, 6, 3, 3, 512), "37M": (384, 10, 6, 2, 1024), "135M": (576, 30, 9, 3, 1536)}
+# name of a line's group: (model, prompts, completions per prompt, new tokens) of its lines
+SCALING = {"completions": [("tiny", rows // 8, 8, 96) for rows in (64, 256, 1024, 4096)],
+           "length": [("4M", 2, 8, tokens) for tokens in (64, 128, 256, 512, 1024)],
+           "model": [(model, 4, 4, 64) for model in ("tiny", *SHAPES)]}
 
 
 def matmul_gflops():
@@ -36,10 +49,29 @@ def matmul_gflops():
     return 5 * 2 * 2048 ** 3 / (time.perf_counter() - began) / 1e9
 
 
+def untrained_model(shape, folder):
+    """Saves a Qwen2 of random weights and 49,152 tokens, in which the built-in task can be asked; returns its folder."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+    texts = ["<pad>", "<eos>", "Ċ", *"0123456789+-=?}", *(f"<{i}>" for i in range(49152 - 18))]
+    tokenizer = Qwen2Tokenizer(vocab={text: i for i, text in enumerate(texts)}, merges=[], pad_token="<pad>",
+                               eos_token="<eos>", unk_token=None, instruction="")
+    width, layers, heads, kv_heads, mlp = shape
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(texts), hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048,
+        tie_word_embeddings=True, bos_token_id=None, pad_token_id=0, eos_token_id=1))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def run_ours(args):
     """grpo.py as it is, with a clock around the functions that its loop calls."""
     sys.path.insert(0, str(ROOT))
     import torch
+    from transformers import AutoModelForCausalLM
 
     import common
     import grpo
@@ -82,8 +114,20 @@ def run_ours(args):
     step_s = (last - first) / args.steps
     phases = {phase: (after[phase] - before.get(phase, 0.0)) / args.steps for phase in after}
     length = statistics.mean(metrics["length"] for _, _, metrics in completed[2:])
-    return {"step_s": step_s, "tokens_per_s": length * args.prompts * args.group / step_s,
-            "phases": {**phases, "other": step_s - sum(phases.values())}}
+    rows = args.prompts * args.group
+    result = {"step_s": step_s, "tokens_per_s": length * rows / step_s,
+              "phases": {**phases, "other": step_s - sum(phases.values())}}
+    if args.scaling:
+        model = AutoModelForCausalLM.from_pretrained(common.resolve_model(args.model))
+        parameters, head = model.num_parameters(), model.get_output_embeddings().weight.numel()
+        body = parameters - model.get_input_embeddings().weight.numel() - head * (not model.config.tie_word_embeddings)
+        prompt = statistics.mean(map(len, common.encode_prompts(
+            common.load_problems(args.file, "train"), common.load_tokenizer(common.resolve_model(args.model)), 64)[1]))
+        flop = 6 * rows * (body * (prompt + length) + head * length)
+        result |= {"parameters": parameters, "length": length, "threads": torch.get_num_threads(),
+                   "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                   "peak_share": flop / (phases["log-probs"] + phases["backward"]) / matmul_gflops() / 1e9}
+    return result
 
 
 def run_trl(args):
@@ -135,6 +179,42 @@ def trl_python():
     return python
 
 
+def scaling(args):
+    """Runs the lines of SCALING and writes them as a table."""
+    lines = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {name: untrained_model(shape, Path(temporary) / name) for name, shape in SHAPES.items()}
+        for name, settings in SCALING.items():
+            for model, prompts, group, new_tokens in settings:
+                found = worker("ours", sys.executable, [
+                    "--scaling", "--random_reward", "--model", folders.get(model, model), "--prompts", prompts, "--group",
+                    group, "--new_tokens", new_tokens, "--prompt_tokens", 64, "--steps", 3])
+                phases = Counter(found["phases"])
+                decode = phases.pop("prefill") + phases.pop("decode")
+                named = [phases.pop(phase) for phase in ("log-probs", "backward")]
+                lines.append([name, f"{found['parameters'] / 1e6:.1f}M", prompts * group, f"{found['length']:.0f}",
+                              *(f"{value:.3f}" for value in (found["step_s"], decode, *named, sum(phases.values()))),
+                              f"{found['tokens_per_s']:,.0f}", f"{found['memory_mb']:,.0f}",
+                              f"{found['peak_share']:.0%} of {found['threads']}"])
+                print("  ".join(map(str, lines[-1])), flush=True)
+    header = ["grows", "parameters", "completions", "tokens each", "s a step", "engine's forward", "log-probs", "backward",
+              "the rest", "tokens/s", "peak memory, MB", "update's share of the matmul peak, threads"]
+    (ROOT / "benchmarks" / "results" / "speed_scaling.md").write_text(
+        f"`python benchmarks/speed.py --scaling`, {os.cpu_count()} CPU cores, float32; 3 steps of grpo.py after one to warm "
+        "up, random rewards. Memory is that of the whole process, some 400 MB of it libraries.\n\n"
+        + "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (header, ["---"] * len(header), *lines)) + "\n")
+
+
+def worker(name, python, flags):
+    """Runs this file as a worker; returns its result."""
+    command = [python, __file__, *map(str, flags), "--worker", name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
+    if line is None:
+        raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+    return json.loads(line.removeprefix("RESULT "))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
@@ -147,22 +227,21 @@ def main():
     parser.add_argument("--random_reward", action="store_true")
     parser.add_argument("--trl", action="store_true", help="measure TRL too")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--scaling", action="store_true", help="how time and memory grow; grpo.py alone")
     parser.add_argument("--worker", choices=["ours", "trl"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         result = run_ours(args) if args.worker == "ours" else run_trl(args)
         print("RESULT " + json.dumps(result))
         return
+    if args.scaling:
+        return scaling(args)
     workers = {"ours": sys.executable, **({"trl": trl_python()} if args.trl else {})}
     results = {name: [] for name in workers}
     print(f"float32 matrix multiplication: {matmul_gflops():.0f} GFLOP/s; {os.cpu_count()} cores")
     for _ in range(args.repeats):
         for name, python in workers.items():
-            done = subprocess.run([python, __file__, *sys.argv[1:], "--worker", name], capture_output=True, text=True)
-            line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
-            if line is None:
-                raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-            results[name].append(json.loads(line.removeprefix("RESULT ")))
+            results[name].append(worker(name, python, sys.argv[1:]))
             last = results[name][-1]
             print(f"{name:<5} {last['step_s']:8.3f} s/step  {last['tokens_per_s']:8.0f} tokens/s   "
                   + "  ".join(f"{phase} {s:.3f}" for phase, s in last.get("phases", {}).items()), flush=True)
