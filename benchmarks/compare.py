@@ -1,6 +1,6 @@
 """All seven algorithms on the built-in task, side by side: what they learn, what it costs, and how sure that is.
 
-    python benchmarks/compare.py                    # 5 seeds, two runs at a time: under an hour on two cores
+    python benchmarks/compare.py                    # 5 seeds, two runs at a time (one at a time: 103 minutes, measured)
     python benchmarks/compare.py --quick            # does it work? 1 seed, 40 steps, five minutes
 
 Broken off, it goes on next time where it was. Three stages, each through the files' own command lines:

@@ -92,7 +92,8 @@ def report(results, options):
     by_arm = {}
     for result in results:
         by_arm.setdefault((result["lr"], result["arm"]), []).append(result)
-    acted = [result["veto_frac"] for result in results if result["arm"].endswith("< 1e-4")]
+    acted = {lr: statistics.fmean(result["veto_frac"] for result in results
+                                  if result["arm"].endswith("< 1e-4") and result["lr"] == lr) for lr in options.lrs}
     parts = [
         "# Stages: what they save, what stale data cost",
         f"`python benchmarks/mu_grpo_stages.py --seeds {options.seeds} --steps {options.steps}`, {os.cpu_count()} CPU "
@@ -110,8 +111,9 @@ def report(results, options):
             [[arm, *(spread(found, key) for key in ("pass@1", "best_pass@1", "staleness", "clip_frac", "veto_frac",
                                                     "lowest_negative_ratio"))]
              for (rate, arm), found in by_arm.items() if rate == lr])]
-    parts.append(f"The published threshold of 1e-4 is made for thousands of updates and long answers. Here it vetoes "
-                 f"{100 * statistics.fmean(acted):.3f}% of the tokens with A < 0, so the scopes are compared at 1e-2.")
+    parts.append("The published threshold of 1e-4 is made for thousands of updates and long answers. Here it vetoes "
+                 + " and ".join(f"{100 * share:.3f}% (learning rate {lr})" for lr, share in acted.items())
+                 + " of the tokens with A < 0, so the scopes are compared at 1e-2, where more is vetoed.")
     return "\n\n".join(parts) + "\n"
 
 
