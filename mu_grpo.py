@@ -51,8 +51,8 @@ the scope sequence (their curves coincide), hence the default. Averages over mat
 Llama-3.2-3B 22.6 -> 22.9, Qwen2.5-Math-7B 47.3 -> 48.0, Qwen3-1.7B 29.5 -> 29.7, Qwen3-8B 50.3 -> 48.2 (a loss),
 DeepSeek-7B 66.1 -> 68.6; rollouts 1.82x and the run 1.53x faster, the mean of these five. As many completions are
 generated as before: the gain is 4 engine switches instead of 1024, and larger generation batches. It is not free: on
-the built-in task 4 stages at grpo.py's learning rate end at 0.73 held-out pass@1 (one run), at a third of it (TINY) at
-0.86 (one run).
+the built-in task 4 stages at grpo.py's learning rate end at 0.57 held-out pass@1, at a third of it at 0.82, where
+on-policy updates reach 0.82 and 0.85 (means of five seeds, benchmarks/results/mu_grpo_stages.md).
 
     python mu_grpo.py                                                 # a laptop: the built-in task, two minutes
     python mu_grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --steps 512                      # one GPU

@@ -278,7 +278,9 @@ def test_one_process_two_processes_any_micro_batch(whole, folder):
                 "mu_grpo.py", *STAGED, "--run_dir", folder / "two")
     assert two.returncode == 0, two.stderr
     for other in (small, folder / "two"):
-        assert largest_difference(weights(whole), weights(other)) < 1e-5
+        # AdamW divides a gradient by its own size: where that is near 0, rounding alone moved a weight by 2.7e-5 on one
+        # CPU. A training step that differs moves weights by 1e-3, as the test before this one holds.
+        assert largest_difference(weights(whole), weights(other)) < 1e-4
         for a, b in zip(rows(whole)[1:], rows(other)[1:]):
             for key in ("reward", "loss", "grad_norm", "clip_frac", "veto_frac", "negative_ratio"):
                 assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), key
