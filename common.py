@@ -246,11 +246,11 @@ def resolve_model(name):
 def load_pretrained(auto_class, name, **kwargs):
     """auto_class.from_pretrained(name). Raises UserError where there is nothing to load."""
     if not Path(name).exists() and (name.count("/") != 1 or name[0] in "./~"):
-        raise UserError(f"--model {name}: there is no such folder, and names on the hub look like owner/model.")
+        raise UserError(f"model {name}: there is no such folder, and names on the hub look like owner/model.")
     try:
         return auto_class.from_pretrained(name, **kwargs)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UserError(f"--model {name}: it can't be loaded ({str(error).splitlines()[0]}). Give a folder written by "
+        raise UserError(f"model {name}: it can't be loaded ({str(error).splitlines()[0]}). Give a folder written by "
                         "save_pretrained, a name on the Hugging Face hub, or tiny.") from None
 
 
@@ -930,7 +930,7 @@ def cautions(step, metrics):
         return []
     found = []
     if metrics["no_signal"] == 1:
-        found.append("every group has equal rewards, so nothing can be learned from them: the problems may be "
+        found.append("every group has equal rewards, so no answer stands out from its group: the problems may be "
                      "too easy or too hard for this model.")
     if metrics["truncated"] > 0.5:
         found.append("more than half of the completions were cut at --max_new_tokens: raise it.")

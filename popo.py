@@ -271,6 +271,8 @@ def main():
     if cfg.updates_per_rollout != 1:
         raise common.UserError(f"--updates_per_rollout is {cfg.updates_per_rollout}: it must be 1, since POPO has no "
                                "ratio that would correct for a policy that has moved since the rollout.")
+    if cfg.similarity_coef > 0 and cfg.predictor_width < 1:
+        raise common.UserError("--predictor_width must be at least 1, unless --similarity_coef is 0.")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:

@@ -1,7 +1,7 @@
 """The smallest experiments that could contradict what the papers claim, and runs that show where each method fails.
 
-    python benchmarks/claims.py                     # after compare.py: 45 more runs, two at a time, half an hour
-    python benchmarks/claims.py --seeds 1 --steps 40 --runs runs/compare-quick      # does it work? after compare.py --quick
+    python benchmarks/claims.py                     # after compare.py, whose runs it uses: 45 more, two at a time
+    python benchmarks/claims.py --quick             # does it work? 1 seed, 40 steps, after compare.py --quick
 
 Each arm is one file with a flag or two changed, trained as stage 2 of compare.py trains it: the same problems in the same
 order per seed, equal prompts, completions and steps, the learning rate that the grid chose. It is compared with its
@@ -9,20 +9,19 @@ control by seed; a control that is a file's own setting is compare.py's run. Bro
 
 Measured by 8 samples of each held-out problem of 2 to 6 terms: accuracy; worked, the share of answers that have a line
 for each operation, as half of the demonstrations have; lucky, the share of the right answers that have none: guesses
-that came out right; kl, the mean log-ratio to the base in nats a token. From the run: entropy over its last 50 steps.
+that came out right; kl_token, the mean log-ratio to the base in nats a token; length in tokens. From the run: entropy,
+the mean over its last 50 steps.
 
 Writes benchmarks/results/claims.csv, a line a run, and claims.md, arms against controls.
 """
 
 import argparse
 import json
-import re
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
-from compare import GRID_SEEDS, RESULTS, ROOT, choose_rates, markdown, mean_ci, run_all, settings, train, verdict, write_csv
+from compare import RESULTS, ROOT, choose_rates, markdown, mean_ci, run_all, settings, train, verdict, write_csv
+from logit_avg_drift import SAMPLES, measure
 
 import common
 
@@ -32,41 +31,20 @@ ARMS = (
     ("grpo.py, 4 updates, clip 0.28", "grpo", FOUR, "grpo.py, 4 updates, clip 0.2", "DAPO: clip-higher keeps entropy up"),
     ("grpo.py, 4 updates, clip 0.2", "grpo", [*FOUR, "--clip_high", "0.2"], None, ""),
     ("grpo.py, lr 1e-3", "grpo", ["--lr", "1e-3"], "grpo.py", "fails: a rate that is too high"),
-    ("conspo.py, tau 1", "conspo", ["--tau", "1"], "conspo.py", "ConSPO: tau 10 is the best contrast"),
+    ("conspo.py, tau 1", "conspo", ["--tau", "1"], "conspo.py", "ConSPO: a flat contrast, tau 10, is best"),
     ("conspo.py, tau 0.1", "conspo", ["--tau", "0.1"], "conspo.py", "fails: a contrast that is too sharp"),
-    ("conspo.py, no margin", "conspo", ["--max_margin", "0"], "conspo.py", "ConSPO: the margin helps"),
-    ("lpo.py, reverse", "lpo", ["--divergence", "reverse"], "lpo.py", "LPO: forward KL beats reverse, on-policy GRPO's"),
-    ("popo.py, no similarity", "popo", ["--similarity_coef", "0"], "popo.py", "POPO: the similarity loss stabilises"),
-    ("popo.py, uniform weights", "popo", ["--weight_mode", "uniform"], "popo.py", "POPO: weights by likelihood help"),
+    ("conspo.py, no margin", "conspo", ["--max_margin", "0"], "conspo.py", "ConSPO: without the margin less is learned"),
+    ("lpo.py, reverse", "lpo", ["--divergence", "reverse"], "lpo.py", "LPO: reverse KL, GRPO's gradient on-policy, is worse"),
+    ("popo.py, no similarity", "popo", ["--similarity_coef", "0"], "popo.py", "POPO: without the similarity loss less is learned"),
+    ("popo.py, uniform weights", "popo", ["--weight_mode", "uniform"], "popo.py", "POPO: with uniform weights less is learned"),
     ("grpo.py", "grpo", [], None, ""), ("conspo.py", "conspo", [], None, ""), ("lpo.py", "lpo", [], None, ""),
     ("popo.py", "popo", [], "grpo.py", "fails: lucky guesses are imitated"),
 )
-COLUMNS = ("accuracy", "worked", "lucky", "kl", "entropy", "length")
-
-
-@torch.no_grad()
-def measure(folder):
-    """The numbers of a model's folder from 8 samples of each held-out problem; those that need a run's log are nan."""
-    base, device = common.tiny_model(), torch.device("cpu")
-    tokenizer = common.load_tokenizer(base)
-    problems, prompts = common.encode_prompts(common.load_problems("arithmetic", "test"), tokenizer, 64)
-    engine = common.load_engine(SimpleNamespace(engine="hf", engine_rows=512), str(folder), tokenizer, device)
-    rollout = engine.generate(prompts, 8, 96, 1.0, 0)
-    cfg = SimpleNamespace(micro_batch_tokens=16384, temperature=1.0)
-    base_logp_BT = common.policy_logp(common.Policy(common.load_model(base)), rollout, torch.arange(len(rollout.texts)),
-                                      cfg, device)
-    asked = [problem for problem in problems for _ in range(8)]
-    right = [reward > 0.5 for reward in common.score(rollout.texts, [problem.answer for problem in asked])]
-    lines = [len(re.findall(r"^\d+[+-]\d=\d+$", text, re.MULTILINE)) for text in rollout.texts]
-    return {"accuracy": statistics.fmean(right),
-            "worked": statistics.fmean(n == int(problem.level) - 1 for n, problem in zip(lines, asked)),
-            "lucky": sum(n == 0 for n, good in zip(lines, right) if good) / max(sum(right), 1),
-            "kl": ((rollout.logp_BT - base_logp_BT).sum() / rollout.mask_BT.sum()).item(), "entropy": float("nan"),
-            "length": rollout.mask_BT.sum(1).mean().item()}
+COLUMNS = ("accuracy", "worked", "lucky", "kl_token", "entropy", "length")
 
 
 def measure_run(folder):
-    """measure() of a finished run, kept in its folder."""
+    """measure() of a finished run and its entropy, kept in its folder."""
     kept = folder / "claims.json"
     if not kept.exists():
         rows = [json.loads(line) for line in open(folder / "metrics.jsonl")][1:]
@@ -92,7 +70,7 @@ def tables(args, rates, base, found):
                           mean_ci(difference["lucky"], "+.3f")])
     return "\n\n".join([
         f"`python benchmarks/claims.py --seeds {args.seeds} --steps {args.steps}`. Held-out problems of 2 to 6 terms, "
-        "8 samples each; ± is half a 95% interval over seeds (Student's t).", "## Arms",
+        f"{SAMPLES} samples each; ± is half a 95% interval over seeds (Student's t).", "## Arms",
         markdown(["arm", "learning rate", *COLUMNS], rows), "## Against their controls, paired by seed",
         markdown(["about", "arms", "accuracy", "verdict on accuracy", "entropy", "lucky"], pairs)]) + "\n"
 
@@ -103,13 +81,14 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a core each")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compare", help="compare.py's runs; these go there too")
+    parser.add_argument("--quick", action="store_true", help="1 seed, 40 steps, no grid (lr 3e-4), few problems")
     args = parser.parse_args()
+    if args.quick:
+        args.seeds, args.steps, args.runs = 1, 40, args.runs.with_name("compare-quick")
     args.runs = args.runs.resolve()
-    quick = not (args.runs / "grid-{}-{}-{}".format("popo", "1e-3", GRID_SEEDS[-1]) / "final").exists()
-    if quick and not (args.runs / "base.json").exists():
-        raise SystemExit(f"{args.runs} holds no runs of compare.py: run that first, or name its folder with --runs.")
-    rates = {script: "3e-4" for _, script, *_ in ARMS} if quick else choose_rates(args)[0]
-    problems = 64 if quick else 400
+    args.runs.mkdir(parents=True, exist_ok=True)
+    results, problems = (args.runs, 64) if args.quick else (RESULTS, 400)
+    rates = {script: "3e-4" for _, script, *_ in ARMS} if args.quick else choose_rates(args)[0]
     arms = {arm: (script, flags) for arm, script, flags, *_ in ARMS}
 
     def folder(arm, seed):
@@ -122,7 +101,6 @@ def main():
                           *settings(args.steps, problems, rates[arms[arm][0]], seed), *arms[arm][1])
                          for arm, seed in jobs], args.jobs)
     found = {(arm, seed): measure_run(folder(arm, seed)) for arm, seed in jobs}
-    results = args.runs if quick else RESULTS
     write_csv(results / "claims.csv", ["arm", "seed", *COLUMNS],
               [[arm, seed, *(round(found[arm, seed][column], 5) for column in COLUMNS)] for arm, seed in jobs])
     text = tables(args, rates, measure(common.tiny_model()), found)

@@ -54,7 +54,10 @@ def train(program, flags, folder):
 
 @torch.no_grad()
 def measure(folder):
-    """The numbers of a model's folder, from SAMPLES completions of each held-out problem."""
+    """The numbers of a model's folder, from SAMPLES completions of each held-out problem.
+
+    COLUMNS and, for claims.py, lucky: the share of the right answers that have no work line, guesses that came out right.
+    """
     reference_name, device = common.tiny_model(), torch.device("cpu")
     tokenizer = common.load_tokenizer(reference_name)
     problems, prompts = common.encode_prompts(common.load_problems("arithmetic", "test"), tokenizer, 64)
@@ -67,10 +70,12 @@ def measure(folder):
     asked = [problem for problem in problems for _ in range(SAMPLES)]
     rewards = common.score(rollout.texts, [problem.answer for problem in asked])
     boxed = [common.extract_answer(text) is not None for text in rollout.texts]
-    worked = [len(re.findall(r"^\d+[+-]\d=\d+$", text, re.MULTILINE)) == int(problem.level) - 1
-              for text, problem in zip(rollout.texts, asked)]
+    lines = [len(re.findall(r"^\d+[+-]\d=\d+$", text, re.MULTILINE)) for text in rollout.texts]
+    worked = [n == int(problem.level) - 1 for n, problem in zip(lines, asked)]
+    guessed = [n == 0 for n, reward in zip(lines, rewards) if reward > 0.5]
     return {"accuracy": statistics.fmean(rewards), "boxed": statistics.fmean(boxed),
-            "worked": statistics.fmean(worked), "kl_token": (log_ratio_BT.sum() / rollout.mask_BT.sum()).item(),
+            "worked": statistics.fmean(worked), "lucky": sum(guessed) / max(len(guessed), 1),
+            "kl_token": (log_ratio_BT.sum() / rollout.mask_BT.sum()).item(),
             "kl_completion": log_ratio_BT.sum(1).mean().item(), "length": rollout.mask_BT.sum(1).mean().item()}
 
 
@@ -78,7 +83,7 @@ def write_results(rows, stem, args):
     """Every run to CSV, means and standard deviations over seeds to Markdown."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     with open(stem.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.DictWriter(file, ["arm", "seed", "lr", "steps", *COLUMNS])
+        writer = csv.DictWriter(file, ["arm", "seed", "lr", "steps", *COLUMNS], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
     grouped = {}

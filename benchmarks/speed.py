@@ -20,7 +20,7 @@ import argparse
 import json
 import os
 import random
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -50,18 +50,18 @@ def matmul_gflops():
 
 
 def untrained_model(shape, folder):
-    """Saves a Qwen2 of random weights and 49,152 tokens, in which the built-in task can be asked; returns its folder."""
+    """Saves a Qwen2 of random weights and 49,152 tokens, with the built-in model's tokenizer; returns its folder."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-    texts = ["<pad>", "<eos>", "Ċ", *"0123456789+-=?}", *(f"<{i}>" for i in range(49152 - 18))]
-    tokenizer = Qwen2Tokenizer(vocab={text: i for i, text in enumerate(texts)}, merges=[], pad_token="<pad>",
-                               eos_token="<eos>", unk_token=None, instruction="")
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    import common
+    tokenizer = common.tiny_tokenizer()     # of 18 tokens; ids above them are sampled, too, and decode to nothing
     width, layers, heads, kv_heads, mlp = shape
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(texts), hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
+        vocab_size=49152, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048,
-        tie_word_embeddings=True, bos_token_id=None, pad_token_id=0, eos_token_id=1))
+        tie_word_embeddings=True, bos_token_id=None, pad_token_id=0, eos_token_id=tokenizer.eos_token_id))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -118,6 +118,8 @@ def run_ours(args):
     result = {"step_s": step_s, "tokens_per_s": length * rows / step_s,
               "phases": {**phases, "other": step_s - sum(phases.values())}}
     if args.scaling:
+        # Of this process alone: resource's ru_maxrss starts from that of the process which started it.
+        peak_kb = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
         model = AutoModelForCausalLM.from_pretrained(common.resolve_model(args.model))
         parameters, head = model.num_parameters(), model.get_output_embeddings().weight.numel()
         body = parameters - model.get_input_embeddings().weight.numel() - head * (not model.config.tie_word_embeddings)
@@ -125,7 +127,7 @@ def run_ours(args):
             common.load_problems(args.file, "train"), common.load_tokenizer(common.resolve_model(args.model)), 64)[1]))
         flop = 6 * rows * (body * (prompt + length) + head * length)
         result |= {"parameters": parameters, "length": length, "threads": torch.get_num_threads(),
-                   "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                   "memory_mb": peak_kb / 1024,
                    "peak_share": flop / (phases["log-probs"] + phases["backward"]) / matmul_gflops() / 1e9}
     return result
 
@@ -181,6 +183,7 @@ def trl_python():
 
 def scaling(args):
     """Runs the lines of SCALING and writes them as a table."""
+    sys.path.insert(0, str(ROOT))
     lines = []
     with tempfile.TemporaryDirectory() as temporary:
         folders = {name: untrained_model(shape, Path(temporary) / name) for name, shape in SHAPES.items()}
@@ -201,7 +204,7 @@ def scaling(args):
               "the rest", "tokens/s", "peak memory, MB", "update's share of the matmul peak, threads"]
     (ROOT / "benchmarks" / "results" / "speed_scaling.md").write_text(
         f"`python benchmarks/speed.py --scaling`, {os.cpu_count()} CPU cores, float32; 3 steps of grpo.py after one to warm "
-        "up, random rewards. Memory is that of the whole process, some 400 MB of it libraries.\n\n"
+        "up, random rewards. Memory is that of the whole process, libraries included.\n\n"
         + "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (header, ["---"] * len(header), *lines)) + "\n")
 
 

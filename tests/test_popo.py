@@ -436,3 +436,9 @@ def test_more_than_one_update_is_refused(tmp_path, monkeypatch):
     with pytest.raises(common.UserError, match="updates_per_rollout"):
         run(monkeypatch, tmp_path / "h", *flags(tmp_path / "h", updates_per_rollout=2))
     assert not (tmp_path / "h").exists()
+
+
+def test_the_similarity_needs_a_predictor(tmp_path, monkeypatch):
+    with pytest.raises(common.UserError, match="predictor_width"):
+        run(monkeypatch, tmp_path / "h", *flags(tmp_path / "h", predictor_width=0))
+    assert not (tmp_path / "h").exists()
