@@ -344,7 +344,9 @@ def test_micro_batches_and_processes_change_nothing(runs, other):
     assert max((one[name] - weights[name]).abs().max() for name in one) < 1e-5
     for row, other_row in zip(rows_of(runs / "one"), rows_of(runs / other), strict=True):
         for key in ("reward", "loss", "kl", "grad_norm", "ref_weight", "eval_pass@1", "eval_theta", "eval_reference"):
-            assert row.get(key) == pytest.approx(other_row.get(key), abs=1e-5), (row["step"], key)
+            assert (key in row) == (key in other_row), (row["step"], key)
+            if key in row:
+                assert row[key] == pytest.approx(other_row[key], rel=1e-3, abs=1e-5), (row["step"], key)
 
 
 def test_killed_and_resumed_equals_uninterrupted(runs):

@@ -297,6 +297,7 @@ def same(a, b, tolerance=0.0):
 
 
 HARD = [*SHORT, "--dataset", "arithmetic:7-8", "--prompts_per_step", "8"]
+CONTROL = [*HARD, "--prompts_per_step", "32"]     # enough cliffs for one to be rescued by luck, whatever the base model
 RESUMED = [*HARD, "--steps", "4", "--save_every", "2", "--eval_every", "4"]
 
 
@@ -313,7 +314,8 @@ def runs(tmp_path_factory):
     unsolved = [*SHORT, "--steps", "2", "--model", "tiny", "--dataset", str(plain), "--prompts_per_step", "8"]
     wanted = {
         "one": (lspo, HARD), "micro": (lspo, [*HARD, "--micro_batch_tokens", "1"]),
-        "halves": (lspo, [*HARD, "--updates_per_rollout", "2"]), "control": (lspo, [*HARD, "--scaffold_steps", "0"]),
+        "halves": (lspo, [*HARD, "--updates_per_rollout", "2"]),
+        "control": (lspo, [*CONTROL, "--scaffold_steps", "0"]), "control_grpo": (grpo, CONTROL),
         "whole": (lspo, RESUMED), "easy": (lspo, easy), "easy_grpo": (grpo, easy),
         "unsolved": (lspo, [*unsolved, "--allow_missing_solutions"]), "unsolved_grpo": (grpo, unsolved),
         "hopeless": (lspo, HARD), "hopeless_grpo": (grpo, HARD)}
@@ -382,7 +384,7 @@ def test_the_control_arm_splices_what_the_policy_itself_says(runs):
     assert max(row["splice_log_rho_max"] for row in trained(runs["control"])) < 1e-4
     assert max(row["splice_clip_frac"] for row in trained(runs["control"])) == 0
     assert not any("scaffold_loss_before" in row for row in trained(runs["control"]))
-    assert not same(runs["control"], runs["one"], 1e-4)
+    assert not same(runs["control"], runs["control_grpo"], 1e-4)
 
 
 def test_nothing_of_phi_is_exported_or_saved(runs):
