@@ -36,8 +36,9 @@ on five benchmarks 50.22 -> 53.06, R1-Distill-7B 66.22 -> 65.60 (a loss).
 
 Caveats. A lucky guess that is its group's only positive is imitated with weight 1. With --nll_norm length a token of a
 short answer pulls harder than one of a long answer (by 1/|y_i|): on the built-in task, where a model may guess or
-reason, it learned to guess in the one run tried, so TINY takes `tokens`. Mean log-probabilities of a prompt's answers
-differ little, so the default weights are nearly uniform (see max_weight).
+reason, it learned to guess (one run: held-out pass@1 from 0.50 to 0.36, at 8 tokens an answer; `tokens`, which TINY
+takes, reached 0.81). Mean log-probabilities of a prompt's answers differ little, so the default weights are nearly
+uniform (see max_weight).
 
     python popo.py                                                         # a laptop: the built-in task, two minutes
     python popo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --eval_dataset gsm8k --lr 1e-6         # one GPU
