@@ -1,6 +1,6 @@
 """The smallest experiments that could contradict what the papers claim, and runs that show where each method fails.
 
-    python benchmarks/claims.py                     # after compare.py, whose runs it uses: 45 more, two at a time
+    python benchmarks/claims.py                     # after compare.py, whose runs it uses: 50 more, two at a time
     python benchmarks/claims.py --quick             # does it work? 1 seed, 40 steps, after compare.py --quick
 
 Each arm is one file with a flag or two changed, trained as stage 2 of compare.py trains it: the same problems in the same
@@ -37,6 +37,7 @@ ARMS = (
     ("lpo.py, reverse", "lpo", ["--divergence", "reverse"], "lpo.py", "LPO: reverse KL, GRPO's gradient on-policy, is worse"),
     ("popo.py, no similarity", "popo", ["--similarity_coef", "0"], "popo.py", "POPO: without the similarity loss less is learned"),
     ("popo.py, uniform weights", "popo", ["--weight_mode", "uniform"], "popo.py", "POPO: with uniform weights less is learned"),
+    ("popo.py, NLL by length", "popo", ["--nll_norm", "length"], "popo.py", "fails: short guesses pull harder a token"),
     ("grpo.py", "grpo", [], None, ""), ("conspo.py", "conspo", [], None, ""), ("lpo.py", "lpo", [], None, ""),
     ("popo.py", "popo", [], "grpo.py", "fails: lucky guesses are imitated"),
 )

@@ -115,9 +115,10 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=1e-3, help="of all arms but the scaled one (usual: 3e-4)")
     parser.add_argument("--arms", nargs="*", help="only these (default all)")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "logit_avg_drift", help="where the runs are kept")
     parser.add_argument("--results", default="", help="where CSV and Markdown go, without suffix")
     args = parser.parse_args()
-    work = ROOT / "runs" / "logit_avg_drift" / f"lr-{args.lr:g}-steps-{args.steps}"
+    work = args.runs.resolve() / f"lr-{args.lr:g}-steps-{args.steps}"
     full = args == parser.parse_args([])
     stem = Path(args.results or (ROOT / "benchmarks" / "results" / "logit_avg_drift" if full else work / "drift"))
 

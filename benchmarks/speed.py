@@ -7,8 +7,9 @@
     python benchmarks/speed.py --scaling                      # time and memory against completions, length, model size
 
 Both do the same work: prompts x group completions of up to new_tokens, one update on all of them, token-mean loss with
-clip 0.2 / 0.28, no KL, AdamW at 1e-6, float32 on a CPU, no gradient checkpointing. They run one after the other, twice, so that
-a noisy machine shows. --random_reward gives every group signal: then no row is left out of the update, as in TRL.
+clip 0.2 / 0.28, no KL, AdamW at 1e-6, float32 on a CPU, no gradient checkpointing. They run one after the other, twice,
+so that a noisy machine shows; the output is kept as benchmarks/results/speed_trl_MODEL.txt. --random_reward gives every
+group signal: then no row is left out of the update, as in TRL.
 
 --scaling steps grpo.py alone, with random rewards, each line in a process of its own, and writes
 benchmarks/results/speed_scaling.md. Beside the built-in model it uses untrained ones that hardly ever stop, so that
@@ -241,17 +242,23 @@ def main():
         return scaling(args)
     workers = {"ours": sys.executable, **({"trl": trl_python()} if args.trl else {})}
     results = {name: [] for name in workers}
-    print(f"float32 matrix multiplication: {matmul_gflops():.0f} GFLOP/s; {os.cpu_count()} cores")
+    lines = [f"float32 matrix multiplication: {matmul_gflops():.0f} GFLOP/s; {os.cpu_count()} cores"]
+    print(lines[0])
     for _ in range(args.repeats):
         for name, python in workers.items():
             results[name].append(worker(name, python, sys.argv[1:]))
             last = results[name][-1]
-            print(f"{name:<5} {last['step_s']:8.3f} s/step  {last['tokens_per_s']:8.0f} tokens/s   "
-                  + "  ".join(f"{phase} {s:.3f}" for phase, s in last.get("phases", {}).items()), flush=True)
+            lines.append(f"{name:<5} {last['step_s']:8.3f} s/step  {last['tokens_per_s']:8.0f} tokens/s   "
+                         + "  ".join(f"{phase} {s:.3f}" for phase, s in last.get("phases", {}).items()))
+            print(lines[-1], flush=True)
     if args.trl:
         ours, trl = (min(result["step_s"] for result in results[name]) for name in ("ours", "trl"))
         rate = [max(result["tokens_per_s"] for result in results[name]) for name in ("ours", "trl")]
-        print(f"steps per second, ours / TRL: {trl / ours:.2f}; tokens per second, ours / TRL: {rate[0] / rate[1]:.2f}")
+        lines.append(f"steps per second, ours / TRL: {trl / ours:.2f}; tokens per second, ours / TRL: {rate[0] / rate[1]:.2f}")
+        print(lines[-1])
+        path = ROOT / "benchmarks" / "results" / f"speed_trl_{Path(args.model).name}.txt"
+        flags = [Path(flag).name if "/" in flag else flag for flag in sys.argv[1:]]      # a reader has other folders
+        path.write_text("\n".join([f"python benchmarks/speed.py {' '.join(flags)}", *lines]) + "\n")
 
 
 if __name__ == "__main__":

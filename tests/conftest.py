@@ -20,13 +20,13 @@ import common  # noqa: E402
 torch.set_num_threads(1)
 
 
-def run(*command, processes=1, **kwargs):
+def run(*command, processes=1, timeout=240, **kwargs):
     """Run a script of the repository to its end; returns the completed process, output and errors together."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return subprocess.run([*launcher, *map(str, command)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, timeout=240, **kwargs)
+                          stderr=subprocess.STDOUT, timeout=timeout, **kwargs)
 
 
 def metrics_of(run_dir, seconds=False):
