@@ -112,13 +112,13 @@ def check_config(cfg, world_size):
                  "save_every", "engine_rows", "engine_memory", "engine_parallel"):
         if not getattr(cfg, name) > 0:
             raise UserError(f"--{name} is {getattr(cfg, name)}: it must be above 0.")
+    if min(cfg.warmup_steps, cfg.weight_decay, cfg.beta1, cfg.beta2) < 0 or max(cfg.beta1, cfg.beta2) >= 1:
+        raise UserError("--warmup_steps and --weight_decay must not be below 0, --beta1 and --beta2 in [0, 1).")
     if cfg.group_size < 2:
-        raise UserError(f"--group_size is {cfg.group_size}: it must be at least 2, since a completion is judged "
-                        "against the others of its prompt.")
+        raise UserError(f"--group_size is {cfg.group_size}: it must be at least 2, to compare completions.")
     share = world_size * cfg.updates_per_rollout
     if cfg.prompts_per_step % share:
-        raise UserError(f"--prompts_per_step {cfg.prompts_per_step} must be a multiple of {share} "
-                        f"({world_size} processes x {cfg.updates_per_rollout} updates per rollout).")
+        raise UserError(f"--prompts_per_step {cfg.prompts_per_step} must be a multiple of {share}: processes x updates.")
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) % cfg.engine_parallel:
         raise UserError(f"--engine_parallel {cfg.engine_parallel} must divide the number of processes on a node.")
 

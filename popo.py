@@ -270,8 +270,9 @@ def main():
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     common.check_config(cfg, world_size)
     if cfg.updates_per_rollout != 1:
-        raise common.UserError(f"--updates_per_rollout is {cfg.updates_per_rollout}: it must be 1, since POPO has no "
-                               "ratio that would correct for a policy that has moved since the rollout.")
+        raise common.UserError("--updates_per_rollout must be 1: there is no ratio to correct for a moved policy.")
+    if min(cfg.similarity_coef, cfg.entropy_coef, cfg.noise_std, 1 - cfg.ema_decay, cfg.ema_decay) < 0:
+        raise common.UserError("--similarity_coef, --entropy_coef, --noise_std must be at least 0, --ema_decay 0 to 1.")
     if cfg.similarity_coef > 0 and cfg.predictor_width < 1:
         raise common.UserError("--predictor_width must be at least 1, unless --similarity_coef is 0.")
     cuda = torch.cuda.is_available()

@@ -13,7 +13,7 @@ ALGORITHMS = [name for name in ("grpo", "logit_avg_grpo", "mu_grpo", "conspo", "
               if (ROOT / f"{name}.py").exists()]
 # Code lines removed from and added to grpo.py. What a file leaves out counts too: grpo.py's own four functions, nine flags
 # and their use in main() are 45 lines, so an algorithm without ratio, clip and KL starts from there.
-CHANGED = {"logit_avg_grpo": 80, "mu_grpo": 110, "conspo": 110, "lpo": 131, "lspo": 172, "popo": 220}
+CHANGED = {"logit_avg_grpo": 80, "mu_grpo": 110, "conspo": 110, "lpo": 131, "lspo": 172, "popo": 221}
 TAGGED = ("GRPO", "TIS", "LA", "mu-GRPO", "ConSPO", "LSPO", "POPO", "LPO")
 BUDGET = {"common": 700, "tasks": 500, "eval": 330}
 

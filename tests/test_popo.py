@@ -438,7 +438,9 @@ def test_more_than_one_update_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "h").exists()
 
 
-def test_the_similarity_needs_a_predictor(tmp_path, monkeypatch):
-    with pytest.raises(common.UserError, match="predictor_width"):
-        run(monkeypatch, tmp_path / "h", *flags(tmp_path / "h", predictor_width=0))
+@pytest.mark.parametrize("name, value", [("predictor_width", 0), ("ema_decay", 1.5), ("ema_decay", -.1),
+                                         ("noise_std", -.1), ("entropy_coef", -.1), ("similarity_coef", -.1)])
+def test_bad_settings_are_refused(tmp_path, monkeypatch, name, value):
+    with pytest.raises(common.UserError, match=name):
+        run(monkeypatch, tmp_path / "h", *flags(tmp_path / "h", **{name: value}))
     assert not (tmp_path / "h").exists()

@@ -135,6 +135,7 @@ def main(monkeypatch, *flags):
 @pytest.mark.parametrize("flags, words", [
     (["--group_size", 1], "at least 2"), (["--prompts_per_step", 7, "--updates_per_rollout", 2], "multiple of 2"),
     (["--steps", 0], "--steps is 0"), (["--lr", -1], "--lr"), (["--temperature", 0], "--temperature"),
+    (["--warmup_steps", -1], "--warmup_steps"), (["--beta2", 1], "--beta2"),
     (["--model", "no/such/folder"], "no such folder"), (["--model", "tiny", "--dataset", "nope"], "is no data set"),
     (["--dataset", "arithmetic:9-3"], "LO <= HI"), (["--max_new_tokens", 5000], "window of 2048"),
     (["--max_prompt_tokens", 3], "raise"), (["--resume", "no/such/run"], "name a run's folder"),
