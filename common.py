@@ -116,9 +116,9 @@ def check_config(cfg, world_size):
         raise UserError("--warmup_steps and --weight_decay must not be below 0, --beta1 and --beta2 in [0, 1).")
     if cfg.group_size < 2:
         raise UserError(f"--group_size is {cfg.group_size}: it must be at least 2, to compare completions.")
-    share = world_size * cfg.updates_per_rollout
-    if cfg.prompts_per_step % share:
-        raise UserError(f"--prompts_per_step {cfg.prompts_per_step} must be a multiple of {share}: processes x updates.")
+    if cfg.prompts_per_step % (world_size * cfg.updates_per_rollout):
+        raise UserError(f"--prompts_per_step {cfg.prompts_per_step} must be a multiple of {world_size} processes x "
+                        f"{cfg.updates_per_rollout} updates per rollout.")
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) % cfg.engine_parallel:
         raise UserError(f"--engine_parallel {cfg.engine_parallel} must divide the number of processes on a node.")
 

@@ -133,7 +133,7 @@ def main(monkeypatch, *flags):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--group_size", 1], "at least 2"), (["--prompts_per_step", 7, "--updates_per_rollout", 2], "multiple of 2"),
+    (["--group_size", 1], "at least 2"), (["--prompts_per_step", 7, "--updates_per_rollout", 2], "1 processes x 2"),
     (["--steps", 0], "--steps is 0"), (["--lr", -1], "--lr"), (["--temperature", 0], "--temperature"),
     (["--warmup_steps", -1], "--warmup_steps"), (["--beta2", 1], "--beta2"),
     (["--model", "no/such/folder"], "no such folder"), (["--model", "tiny", "--dataset", "nope"], "is no data set"),
@@ -191,7 +191,7 @@ def test_a_run_of_another_algorithm_is_not_resumed(monkeypatch, runs, tmp_path):
 
 def test_refusals_end_every_process(tmp_path):
     done = run("grpo.py", "--prompts_per_step", 3, "--run_dir", tmp_path / "x", processes=2)
-    assert done.returncode != 0 and "must be a multiple of 2" in done.stdout
+    assert done.returncode != 0 and "must be a multiple of 2 processes" in done.stdout
     assert 'grpo.py", line' not in done.stdout and not (tmp_path / "x").exists()      # no traceback of ours
 
 
